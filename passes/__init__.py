@@ -82,7 +82,7 @@ def lower(
     it; `samples`, `segmented`, `backward`, `owners` and `sizes` as in `PassContext`, `patterns` as its `collectives`.
     Raises PlanError where the model cannot be cut as planned."""
     context = PassContext(plan, samples, segmented, backward, owners or {}, patterns, sizes or {})
-    program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
+    program = _step("cut", lambda: cut(graph, plan, straight=segmented), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)
     return program

@@ -55,9 +55,13 @@ def producer_order(graph: Graph) -> dict[str, int]:
 
 
 def fresh(name: str, taken: set[str]) -> str:
-    """The first of `name_1`, `name_2`, ... that is not in `taken`; adds it to `taken`."""
-    number = 1
-    while f"{name}_{number}" in taken:
-        number += 1
+    """The first of `name_1`, `name_2`, ... that is not in `taken`, or if there are gaps, one of these; adds it to
+    `taken`."""
+    below, number = 0, 1
+    while f"{name}_{number}" in taken:  # thousands of stages may copy one value
+        below, number = number, 2 * number
+    while number - below > 1:
+        middle = (below + number) // 2
+        below, number = (middle, number) if f"{name}_{middle}" in taken else (below, middle)
     taken.add(f"{name}_{number}")
     return f"{name}_{number}"

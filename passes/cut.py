@@ -2,7 +2,9 @@
 
 A value that a later stage uses is relayed: every stage between takes it and gives it on, so all moves are between
 neighbours. The batch enters at stage 0 and the outputs leave at the last stage. A tensor of the model belongs to the
-first stage that uses it and is relayed from there like any other value. Later passes improve on this.
+first stage that uses it and is relayed from there like any other value. Later passes improve on this. Where ops were
+placed one by one, there are thousands of stages, and relays would be as many as stages times values: there, values go
+straight.
 
     x = a(image)        stage 0    takes image        gives x
     y = b(x)            stage 1    takes x            gives x, y      x passes through
@@ -25,8 +27,9 @@ from fxpipe.ir.program.program import Move, Program, Stage
 from fxpipe.passes.connect_stages import wire
 
 
-def cut(graph: Graph, plan: Plan) -> Program:
-    """The plan's stages as a program of relays. Raises PlanError if the model cannot be cut as planned."""
+def cut(graph: Graph, plan: Plan, straight: bool = False) -> Program:
+    """The plan's stages as a program of relays; if `straight`, values go straight to all that use them. Raises
+    PlanError if the model cannot be cut as planned."""
     try:
         plans.check(plan, [op.name for op in graph.ops])
     except ValueError as error:
@@ -44,7 +47,7 @@ def cut(graph: Graph, plan: Plan) -> Program:
         Stage(index, stage.device, tuple(ops[index]), (), (), owned[index]) for index, stage in enumerate(plan.stages)
     )
     program = Program(graph, stages, (), (), graph.types)
-    return wire(program, [stage.ops for stage in stages], _relays(graph, stage_of, uses, len(stages)))
+    return wire(program, [stage.ops for stage in stages], _moves(graph, stage_of, uses, len(stages), straight))
 
 
 def _uses(graph: Graph, stage_of: dict[str, int], n: int) -> dict[str, list[int]]:
@@ -69,13 +72,17 @@ def _owned(graph: Graph, uses: dict[str, list[int]], n: int) -> list[tuple[str, 
     return [tuple(names) for names in owned]
 
 
-def _relays(graph: Graph, stage_of: dict[str, int], uses: dict[str, list[int]], n: int) -> Iterator[Move]:
+def _moves(
+    graph: Graph, stage_of: dict[str, int], uses: dict[str, list[int]], n: int, straight: bool
+) -> Iterator[Move]:
     types = graph.types
     homes = {item.name: -1 for item in graph.inputs} | stage_of
     homes |= {state.name: min(uses[state.name][0], n - 1) for state in graph.states if uses[state.name]}
     for name, home in homes.items():
         if may_cross(types[name]) and uses[name]:
-            yield from (Move(name, i, i + 1) for i in range(home, max(uses[name])))
+            later = sorted({user for user in uses[name] if user > home})
+            yield from (Move(name, home, user) for user in later if straight)
+            yield from (Move(name, i, i + 1) for i in range(home, max(uses[name])) if not straight)
     for size in graph.sizes:  # every stage knows the sizes
         if n in uses[size.name]:
             yield Move(size.name, -1, n)

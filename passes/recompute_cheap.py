@@ -30,16 +30,20 @@ def recompute_cheap(program: Program, context: PassContext) -> Program:
     if len(moves) == len(program.moves):
         return program
     unread = cheap.keys() - {name for op in ops for name in op.reads}  # checks of sizes, say: they stay
+    order = {name: at for at, name in enumerate(cheap)}
+    given: dict[int, set[str]] = {}
+    for move in moves:
+        if move.value in cheap:
+            given.setdefault(move.source, set()).add(move.value)
     types, seen = dict(program.types), set[str]()
     used, stages = set(types), []
     for stage in program.stages:
         here = {op.name for op in stage.ops}
-        given = {move.value for move in moves if move.source == stage.index}
-        needed = _behind(cheap, [*_read(stage, cheap), *(given & cheap.keys()), *(unread & here)])
+        needed = _behind(cheap, [*_read(stage, cheap), *given.get(stage.index, ()), *(here & unread)])
         copies = {name: fresh(name, used) if name in seen else name for name in needed}
         seen |= needed
         types |= {copy: types[name] for name, copy in copies.items()}
-        far = [op for op in cheap.values() if op.name in needed - here]
+        far = [cheap[name] for name in sorted(needed - here, key=order.__getitem__)]
         near = [op for op in stage.ops if op.name not in cheap or op.name in needed]
         stages.append(tuple(rename(op, copies) for op in (*far, *near)))
     return replace(wire(program, stages, moves), types=types)

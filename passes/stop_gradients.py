@@ -20,7 +20,7 @@ from dataclasses import replace
 from fxpipe.ir.graph.graph import Op, Ref, rename
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import ObjectType, TensorType, ValueType, tensors
-from fxpipe.ir.program.program import Program, Stage
+from fxpipe.ir.program.program import Collective, Program, Stage
 from fxpipe.passes.connect_stages import fresh
 from fxpipe.passes.pass_context import PassContext
 
@@ -56,10 +56,14 @@ def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> 
     """The values, by their memory, that get a gradient if all outputs have one."""
     types, made = program.types, {op.name for op in ops}
     wanted = {root(output.value) for output in program.graph.outputs}
+    giving: dict[int, list[tuple[str, Collective]]] = {}
+    for one in program.collectives:
+        for move in one.moves:
+            giving.setdefault(move.source, []).append((move.given, one))
     for stage in reversed(program.stages):
-        for one in program.collectives:  # these make what later stages take
+        for name, one in giving.get(stage.index, ()):  # these make what later stages take
             if any(root(move.value) in wanted for move in one.moves):
-                wanted |= {root(move.given) for move in one.moves if move.source == stage.index}
+                wanted.add(root(name))
         for op in reversed(stage.ops):
             results = (op.name, *op.writes)
             if any(root(name) in wanted for name in results) and any(carries_gradient(types[name]) for name in results):

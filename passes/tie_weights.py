@@ -25,6 +25,8 @@ def tie_weights(program: Program, context: PassContext) -> Program:
     gone = set(lent)
     moves = (move for move in program.moves if move not in gone)
     wired = wire(program, [stage.ops for stage in program.stages], moves)
-    borrows = {stage.index: tuple(loan.state for loan in loans if loan.user == stage.index) for stage in wired.stages}
-    stages = tuple(replace(stage, borrows=borrows[stage.index]) for stage in wired.stages)
+    borrowing = replace(wired, loans=loans).borrowing
+    stages = tuple(
+        replace(stage, borrows=tuple(loan.state for loan in borrowing[stage.index])) for stage in wired.stages
+    )
     return replace(wired, stages=stages, loans=(*program.loans, *loans))

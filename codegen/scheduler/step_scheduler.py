@@ -238,7 +238,7 @@ def _why(move: Move, program: Program, back: bool = False) -> list[Statement]:
 
 def _moves(name: str, stage: Stage, program: Program) -> list[Move]:
     """The moves of a value that the stage gives, that to the caller last."""
-    found = (move for move in program.moves if move.given == name and move.source == stage.index)
+    found = (move for move in program.leaving[stage.index] if move.given == name)
     return sorted(found, key=lambda move: move.target)
 
 
@@ -288,7 +288,7 @@ def _given(stage: Stage, places: Places, i: str = "i", end: str = "") -> tuple[t
     sends: list[Statement] = []
     for name in sent:
         to, value = f"to={places.sources[name, stage.index]}", string(places.name(name))
-        arrives = (move for move in places.program.moves if (move.value, move.target) == (name, stage.index))
+        arrives = (move for move in places.program.arriving[stage.index] if move.value == name)
         sends += _why(next(arrives), places.program, back=True)
         sends.append(Call("m.send_gradient", (str(stage.index), i, value, _gradient(name, places) + end, to)))
     return tuple(_gradient(name, places) + end if name in sent else "_" for name in takes), sends

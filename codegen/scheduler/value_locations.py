@@ -47,7 +47,7 @@ class Places:
 
     def borrowed(self, stage: Stage) -> tuple[str, ...]:
         """The expressions for what the stage borrows."""
-        loans = {loan.state: loan for loan in self.program.loans if loan.user == stage.index}
+        loans = {loan.state: loan for loan in self.program.borrowing[stage.index]}
         return tuple(f"m.lent.{self.lent(loans[name])}" for name in stage.borrows)
 
     def home(self, value: str) -> int:

@@ -164,9 +164,15 @@ def _runtime_names(program: Program, stage: Stage, beside: Sequence[Stage]) -> l
     ]  # fmt: skip
 
 
+@once
+def _unsure(program: Program) -> frozenset[str]:
+    """The ops of all stages of which only a run tells whether they need a gradient."""
+    return frozenset(unsure(op for stage in program.stages for op in stage.ops))
+
+
 def _attributes(program: Program, stage: Stage) -> list[Statement]:
     """The class attributes that tell the runtime which tensors the stage holds."""
-    states = {state.name: state for state in program.graph.states}
+    states = {name: program.state(name) for name in (*stage.states, *stage.mutates, *stage.rereads)}
     constants = constant_names(program)
     held = [name for name in stage.states if name not in constants]
     lists: dict[str, Iterable[str]] = {
@@ -181,7 +187,7 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
     if parts:
         found.append(Comment("parts of the model's tensors: of each the ranges in its dimensions"))
         found += rows_of("parts", (tuple_of((string(s.held), string(s.path), literal(s.part))) for s in parts))
-    if not unsure(op for each in program.stages for op in each.ops).isdisjoint(op.name for op in stage.ops):
+    if not _unsure(program).isdisjoint(op.name for op in stage.ops):
         found.append(Assign(("unsure",), "True", "whether what it gives needs a gradient is known once it has run"))
     if stage.backward is not None:
         paths = {name: string(constants[name] if name in constants else states[name].held) for name in stage.states}

@@ -43,14 +43,14 @@ def header(
 
 
 def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
-    moves = {move.value: move for move in program.moves if move.target == stage.index}
+    moves = {move.value: move for move in program.arriving[stage.index]}
     known = {size.name: f"{size.input}.shape[{size.dim}]" for size in program.graph.sizes}
     known |= {item.name: "the model's mode" for item in program.graph.inputs if item.path == MODE}
     for name in stage.takes:
         place = known.get(name) or (_source(program, moves[name]) if name in moves else "known to every stage")
         yield _Row("takes", variables[name], str(program.types[name]), place)
-    for loan in program.loans:
-        if loan.user == stage.index and loan.state in stage.borrows:
+    for loan in program.borrowing[stage.index]:
+        if loan.state in stage.borrows:
             place = f"from stage {loan.home}, once a step: {program.state(loan.state).held}"
             yield _Row("borrows", variables[loan.state], str(program.types[loan.state]), place)
 
@@ -60,19 +60,18 @@ def _source(program: Program, move: Move) -> str:
         return "from the caller"
     if (found := program.collective_of(move)) is not None:
         return f"{MADE[found.kind]} of what stage {move.source} and others give"
-    return f"from stage {move.source}" + (", through a portal" if move in program.portals else "")
+    return f"from stage {move.source}" + (", through a portal" if program.is_portal(move) else "")
 
 
 def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
-    n, portals = len(program.stages), program.portals
+    n = len(program.stages)
     leaving: dict[str, list[Move]] = {name: [] for name in stage.gives}
-    for move in program.moves:
-        if move.source == stage.index:
-            leaving[move.given].append(move)
+    for move in program.leaving[stage.index]:
+        leaving[move.given].append(move)
     for name, moves in leaving.items():
         shared = [move for move in moves if move.part]
-        near = [move for move in moves if move not in portals and move not in shared]
-        far = [move for move in moves if move in portals and move not in shared]
+        near = [move for move in moves if not program.is_portal(move) and move not in shared]
+        far = [move for move in moves if program.is_portal(move) and move not in shared]
         kind = str(program.types[name])
         for move in shared:
             found = program.collective_of(move)

@@ -19,7 +19,7 @@ from fxpipe.ir.graph.graph import op_name
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
-from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS
+from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS, adam_copies, counted
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.plan.stage_ways import Way
@@ -38,6 +38,7 @@ from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
 from fxpipe.schedules.make_schedule import AUTO, LOOPED, SPLIT, STRAIGHT
 
+from .cheaper_cuts import cheaper_cuts, fits
 from .plan_ways import with_ways
 from .profile import ModelProfile, profile
 from .tensor_parallel import Candidate, candidates_of, degrees_of, shardings_of, with_less_memory
@@ -60,7 +61,7 @@ def plan(
     stages_per_device: int | None = None,
     recompute: bool | None = None,
     all_reduce: str = "end",
-    parameter_copies: float = 4,
+    parameter_copies: float | None = None,
     optimizer_sharding: str = "none",
     dtype: str | None = None,
     most_layers: int | None = None,
@@ -98,8 +99,8 @@ def plan(
     - `stages_per_device`: for "interleaved", "interleaved-late" and "looped-bfs"; 2 and 4 are tried if not given.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
     - `parameter_copies`: bytes in memory for each byte of parameters, with gradients and optimizer state: 4 for Adam
-      (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 with a
-      master copy and moments in f32.
+      (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 or f16 with
+      a master copy and moments in f32. If not given, Adam's for the types of the model's parameters, 4 for a chain.
     - `optimizer_sharding`: "zero1": the replicas of a stage share out the optimizer's state, each keeps its part (ZeRO,
       Rajbhandari et al., SC 2020), at no cost of time (section 7.2.1), see `RankPipe.replica_group`. "zero3": also
       parameters and gradients (section 5.3). Each forward and backward of a micro-batch gathers the parameters layer by
@@ -125,12 +126,16 @@ def plan(
     check_values(PLAN, locals())
     where = read_cluster(cluster)
     request = Request(
-        (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies,
+        (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies or 4,
         time_limit, optimizer_sharding=optimizer_sharding, most_sharding=most_sharding(schedule, 1),
     )  # fmt: skip
     check(request)
     first, others = _by_kind(what, where)
     known = _profiled(first, where, example_inputs, dtype)
+    told = ""
+    if parameter_copies is None and isinstance(known, ModelProfile):
+        own = known.parameter_bytes
+        request, told = replace(request, copies=adam_copies(own)), counted(own)
     with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
         most = most_layers or max(MOST, min(2 * MOST, len(where.devices)))
         degrees = degrees_of(tensor_parallel, where)
@@ -143,7 +148,7 @@ def plan(
         check(request)
         found, asked = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
         with timed("simulator"):
-            found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding)
+            found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding, counted=told)
             return _ordered(found, asked, schedule)
 
 
@@ -196,17 +201,31 @@ def _planned(
     plan, own = found.answer.plan, sorted({stage.way for stage in found.answer.plan.stages})
     used = [found.candidates[way] for way in own]
     plan = replace(plan, stages=tuple(replace(stage, way=own.index(stage.way)) for stage in plan.stages))
-    decided = Planned(
-        as_plan(known.graph, made, plan, where.labels, order(plan)),
-        plan,
-        tuple(one.way for one in used),
-        *about,
-        _work(known),
-        found.answer.certificate,
-        shardings_of(made, plan, used, request.batch / plan.micro_batches),
-        found.tried if max(degrees) > 1 else (),
-    )
-    return decided, found.asked
+
+    def decided(plan: HybridPlan) -> Planned:
+        return Planned(
+            as_plan(known.graph, made, plan, where.labels, order(plan)),
+            plan,
+            tuple(one.way for one in used),
+            *about,
+            _work(known),
+            found.answer.certificate,
+            shardings_of(made, plan, used, request.batch / plan.micro_batches),
+            found.tried if max(degrees) > 1 else (),
+        )
+
+    fastest = decided(plan)
+    moved = plan if schedule in LOOPED else cheaper_cuts(fastest)
+    return (fastest if moved is plan else _proven(decided(moved))), found.asked
+
+
+def _proven(found: Planned) -> Planned:
+    """The plan with the gap to the bound that holds for its own time."""
+    proof = found.certificate
+    if proof is None or not found.seconds:
+        return found
+    bound = min(proof.bound, found.seconds)
+    return replace(found, certificate=replace(proof, bound=bound, gap=1 - bound / found.seconds))
 
 
 def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:
@@ -363,10 +382,4 @@ def _ordered(found: Planned, request: Request, schedule: str | None) -> Planned:
     best = min(fitting, key=lambda one: one.seconds)
     if best.certificate is None or not best.seconds:
         return best
-    bound = min(best.seconds, work_bound(request))
-    return replace(best, certificate=replace(best.certificate, bound=bound, gap=1 - bound / best.seconds))
-
-
-def fits(found: Planned) -> bool:
-    """Whether the simulated step fits in the memory of every device."""
-    return all(held <= found.cluster.device(label).memory for label, held in found.memory.items())
+    return _proven(replace(best, certificate=replace(best.certificate, bound=work_bound(request))))

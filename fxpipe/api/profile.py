@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.call_arguments import RequestedCall
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.pipe.build.call_binding import batch_size, inputs_of, measured, micro_batch_sizes
+from fxpipe.pipe.build.call_binding import batch_size, measured, micro_batch_sizes
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.option_forms import check as check_values
@@ -58,6 +60,15 @@ class ModelProfile(Profile):
                 f"the profile is {self.source}; measure one, as in fxpipe.profile(model, x, device='cuda:0')"
             )
         return calibrate(self.graph, self.sizes, self, device)
+
+    @property
+    def parameter_bytes(self) -> dict[str, int]:
+        """The bytes of the model's parameters by element type, as they are planned."""
+        found: dict[str, int] = {}
+        for state in self.graph.states:
+            if state.kind == "parameter" and isinstance(state.type, TensorType):
+                found[state.type.dtype] = found.get(state.type.dtype, 0) + state.type.nbytes(self.sizes)
+        return found
 
 
 def _rows(graph: Graph) -> list[str]:
@@ -113,8 +124,8 @@ def profile(
         from fxpipe.capture import CallCapture  # late: torch's Dynamo takes more than a second
 
         front = CallCapture(model, batch_dim, reduce=reduce, work=working)
-        graph = replace(front.capture(inputs, kwargs), training=model.training)
-    values = inputs_of(graph, inputs, kwargs)
+        graph, values = front.with_inputs(RequestedCall(inputs, kwargs))
+        graph = replace(graph, training=model.training)
     there = device.devices[0] if isinstance(device, Cluster) else device if isinstance(device, Device) else None
     products = None
     if dtype is not None:

@@ -19,7 +19,7 @@ from fxpipe.ir.graph.graph import Graph, Mixed
 from fxpipe.ir.operators.training_mode import mode_input
 
 from .call_arguments import Call, RequestedCall, Want
-from .finish_graph import Finished
+from .finish_graph import Finished, feed
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Sizes = Callable[[int], Sequence[int]]
@@ -65,6 +65,7 @@ class Now:
 
     - `beside`: the arguments of the captured function besides the model and tensors.
     - `holders`: objects besides the model that it may change.
+    - `flat`: what the trace was given.
     - `snapshot`: the twin's attributes before the dry pass.
     - `running`: whether the pipeline runs, so that errors come from it.
     """
@@ -76,6 +77,7 @@ class Now:
     beside: tuple[Any, ...] = ()
     holders: tuple[Any, ...] = ()
     kind: Kind | None = None
+    flat: tuple[Any, ...] = ()
     snapshot: Snapshot | None = None
     running: bool = False
 
@@ -86,6 +88,12 @@ class Now:
             return leaf.real
         slot = self.twins.of.get(id(tensor))
         return tensor if slot is None or slot.real is None else slot.real
+
+    def fed(self, graph: Graph, training: bool) -> tuple[Any, ...]:
+        """The real values of the graph's inputs. `training`: the model's mode."""
+        assert self.kind is not None
+        assert self.kind.drafted is not None
+        return feed(graph, self.kind.drafted, self.call, self.flat, training)
 
     @property
     def is_whole(self) -> bool:

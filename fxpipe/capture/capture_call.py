@@ -61,7 +61,7 @@ from fxpipe.ir.operators.training_mode import for_mode
 from .call_arguments import Arguments, BatchDim, RequestedCall, Want
 from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, failed, no_ops, refusals, without_frames, written_by_dynamo
-from .finish_graph import Finished, Seen, feed, finish, model_alone, stand_ins
+from .finish_graph import Finished, Seen, finish, model_alone, stand_ins
 from .model_exceptions import diagnosed
 from .model_with_loss import call_model
 from .nested_values import change, is_plain
@@ -183,14 +183,14 @@ class CallCapture:
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. The model does not change, and runs only if submodules are kept whole."""
-        return self.graph(RequestedCall(args, kwargs))
+        return self.with_inputs(RequestedCall(args, kwargs))[0]
 
-    def graph(self, request: RequestedCall) -> Graph:
-        """The graph of this kind of call of the captured function."""
+    def with_inputs(self, request: RequestedCall) -> tuple[Graph, tuple[Any, ...]]:
+        """The graph of this kind of call of the captured function, and the real values of its inputs in this call."""
         with self._lock:
             now, result = self._captured(request, None)
-            self.kind = now.kind
-            return self._finish(now, result, request).graph
+            self.kind, graph = now.kind, self._finish(now, result, request).graph
+            return graph, now.fed(graph, self.flags.mode)
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route. Raises the model's own exception for such a call, if it raises one, else
@@ -365,17 +365,14 @@ class CallCapture:
             assert self is not None
             now = self._now
             assert now is not None
-            now.kind = kind
-            flat = given(flat)
+            now.kind, now.flat = kind, (flat := given(flat))
             if (part := now.part) not in kind.finished or now.run is None:
                 return self._dry(kind, now, flat)
-            assert kind.drafted is not None
             kind.check(now.call, part, self.sizes, self._told)
             kind.finished[part] = finished = kind.finished[part].renewed(flat)
             now.running = True
-            fed = feed(finished.graph, kind.drafted, now.call, flat, self.flags.mode)
             with self.grad_mode.of_call():
-                results = now.run(finished.graph, fed)
+                results = now.run(finished.graph, now.fed(finished.graph, self.flags.mode))
             return tuple(give(results, now.call, flat) for give in finished.gives)
 
         return compute

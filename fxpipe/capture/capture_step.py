@@ -189,7 +189,7 @@ class StepCapture:
         outputs: bool = False,
     ) -> Graph:
         """The graph of this kind of step. The model does not change, and runs only if submodules are kept whole."""
-        return self._captured(args, kwargs, target, loss_fn, outputs, self.call_capture.graph)
+        return self._captured(args, kwargs, target, loss_fn, outputs, self.call_capture.with_inputs)[0]
 
     @property
     def tensors(self) -> dict[str, Tensor]:

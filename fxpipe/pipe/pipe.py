@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import NO_TARGET
+from fxpipe.capture.call_arguments import NO_TARGET, RequestedCall
 from fxpipe.codegen.graph_modules import graph_module, stage_module
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.local.memory_dry_run import without_memory
@@ -35,7 +35,7 @@ from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.build import Build, rehearsed
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
-from fxpipe.pipe.build.call_binding import batch_size, inputs_of
+from fxpipe.pipe.build.call_binding import batch_size
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
@@ -222,8 +222,8 @@ class Pipe(DropInModule):
 
         def call(given: Given) -> None:
             with timed("capture"):
-                graph = cache.call_capture.capture(given[0], given[1])
-            made, kind = self._state.kinds.agree(graph, inputs_of(graph, given[0], given[1]))
+                graph, inputs = cache.call_capture.with_inputs(RequestedCall(given[0], given[1]))
+            made, kind = self._state.kinds.agree(graph, inputs)
             if not any(tensor.is_meta for tensor in self.held_tensors().values()):
                 cache.live(made)
             processes.prepared(kind)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.once import once
 from fxpipe.ir.program.program import Loan, Program, Stage
 from fxpipe.passes.pass_context import PassContext
 
@@ -25,6 +26,9 @@ def move_homes(program: Program, context: PassContext) -> Program:
     Raises PlanError if no stage is on that device."""
     moved: dict[str, tuple[int, int]] = {}
     written: list[Loan] = []
+    users = {name: [stage.index] for stage in program.stages for name in stage.states}
+    for loan in program.loans:
+        users[loan.state].append(loan.user)
     for stage in program.stages:
         writes = {name for op in stage.ops for name in op.writes}
         for name in stage.states:
@@ -32,7 +36,7 @@ def move_homes(program: Program, context: PassContext) -> Program:
             owner = context.owners.get(state.path, stage.device) if state.kind != "constant" else stage.device
             if owner == stage.device:
                 continue
-            home = _new_home(program, name, owner)
+            home = _new_home(program, name, owner, users[name])
             if name in writes:
                 written.append(Loan(name, home, stage.index))
             else:
@@ -41,28 +45,39 @@ def move_homes(program: Program, context: PassContext) -> Program:
         return program
     loans = [loan for loan in program.loans if loan.state not in moved]
     for name, (before, home) in moved.items():
-        users = {before, *(loan.user for loan in program.loans if loan.state == name)} - {home}
-        loans += [Loan(name, home, user) for user in sorted(users)]
+        loans += [Loan(name, home, user) for user in sorted({before, *users[name]} - {home})]
     stages = tuple(_with_homes(program, loans, moved))
     return replace(program, loans=tuple(loans), written_loans=tuple(written), stages=stages)
 
 
 def _with_homes(program: Program, loans: Sequence[Loan], moved: Mapping[str, tuple[int, int]]) -> Iterator[Stage]:
     """The stages that own and borrow as the loans say. `moved`: the old and the new home of each moved tensor."""
+    coming: dict[int, list[str]] = {}
+    for name, (_, home) in moved.items():
+        coming.setdefault(home, []).append(name)
+    borrowing = replace(program, loans=tuple(loans)).borrowing
     for stage in program.stages:
-        states = [name for name in stage.states if name not in moved]
-        states += [name for name, (_, home) in moved.items() if home == stage.index]
-        borrows = tuple(loan.state for loan in loans if loan.user == stage.index)
+        states = [name for name in stage.states if name not in moved] + coming.get(stage.index, [])
+        borrows = tuple(loan.state for loan in borrowing[stage.index])
         yield replace(stage, states=tuple(states), borrows=borrows)
 
 
-def _new_home(program: Program, name: str, owner: str) -> int:
-    """The first stage on the owner's device that uses the tensor, or if none does, the first one there."""
-    users = {loan.user for loan in program.loans if loan.state == name}
-    there = [stage.index for stage in program.stages if stage.device == owner]
+def _new_home(program: Program, name: str, owner: str, users: Sequence[int]) -> int:
+    """The first stage on the owner's device that uses the tensor, or if none does, the first one there. `users`: the
+    stages that use it."""
+    there = _on_device(program).get(owner)
     if not there:
         raise PlanError(
             f"{owner} has owned {program.state(name).path} since the first call, and has no stage in this one: give a "
             "batch with as many samples as the first one had"
         )
-    return next((index for index in there if index in users), there[0])
+    return next((index for index in sorted(users[1:]) if program.devices[index] == owner), there[0])
+
+
+@once
+def _on_device(program: Program) -> dict[str, list[int]]:
+    """The stages of each device."""
+    found: dict[str, list[int]] = {}
+    for stage in program.stages:
+        found.setdefault(stage.device, []).append(stage.index)
+    return found

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.api.plan import fits
+from fxpipe.api.cheaper_cuts import cheaper_cuts, fits
 from fxpipe.demo.unet import UNet
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link
@@ -356,7 +356,7 @@ def test_tokens_utilization_and_memory_by_kind(tmp_path: Path) -> None:
     assert "MFU" in str(found)
     for label, kinds in found.memory_kinds.items():
         assert kinds.total == found.memory[label]
-        assert (kinds.gradients, kinds.optimizer) == (kinds.parameters, 2 * kinds.parameters)
+        assert (kinds.gradients, kinds.optimizer) == (kinds.parameters, 6 * kinds.parameters)  # with a master copy
     weights = 100 * 256 + 256 * 512 + 512 + 512 * 256 + 256
     assert sum(kinds.parameters for kinds in found.memory_kinds.values()) == 2 * weights
     found.save(tmp_path / "plan.json")
@@ -484,3 +484,34 @@ def test_sharded_parameters_need_a_backward_of_one_action(schedule: str) -> None
         fxpipe.plan(BODY, "h100:4", 48, optimizer_sharding="zero3", schedule=schedule)
     found = fxpipe.plan(BODY, with_memory("h100:4", 3.6e9), 48, optimizer_sharding="auto", schedule="zb-h1")
     assert found.plan.optimizer_sharding == "zero1"
+
+
+@pytest.mark.parametrize(("middle", "moves"), [(2e-4, True), (2e-3, False)])
+def test_of_cuts_that_take_about_as_long_the_one_that_fewer_bytes_cross(middle: float, moves: bool) -> None:
+    """The fastest plan cuts behind the middle layer, where much crosses."""
+    last = 1e-2 + middle
+    layers = (
+        fxpipe.Layer("first", 1e-2, 2e-2, cut=1e5),
+        fxpipe.Layer("middle", middle, 2 * middle, cut=9e5),
+        fxpipe.Layer("last", last, 2 * last),
+    )
+    found = fxpipe.plan(fxpipe.Chain("Net", 4, layers), "h100:2", 32, planner="straight", micro_batches=8)
+    assert [stage.end for stage in found.layers.stages] == [2, 3]
+    moved = cheaper_cuts(found)
+    assert [stage.end for stage in moved.stages] == ([1, 3] if moves else [2, 3])
+    assert (moved is found.layers) != moves
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [("bf16", 8), ("f16", 8), (None, 4), ("tf32", 4)])
+def test_in_16_bits_memory_has_master_copies_too(dtype: str | None, copies: float) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), torch.zeros(8, 256)
+    found, given = (
+        fxpipe.plan(model, "h100:2", 8, example_inputs=(x,), dtype=dtype, micro_batches=2, **options)
+        for options in ({}, {"parameter_copies": 3})
+    )
+    assert (found.copies, given.copies) == (copies, 3)
+    assert ("master copy" in str(found)) == (copies == 8)
+    assert "master copy" not in str(given)
+    kinds = [one for one in found.memory_kinds.values() if one.parameters]
+    assert all(one.optimizer == (copies - 2) * one.parameters for one in kinds)

@@ -46,6 +46,16 @@ def test_a_shared_tensor_is_relayed_from_its_first_user() -> None:
     assert Move("embed_weight", 1, 2) in program.moves
 
 
+def test_straight_a_stage_takes_what_it_uses() -> None:
+    for net in (Skips, Tied):
+        model, x = make(net)
+        graph = trace(model, x)
+        program = cut(graph, plan(graph, *(1,) * len(graph.ops)), straight=True)
+        for stage in program.stages:
+            assert {*stage.takes, *stage.states} == set(stage.ops[0].reads)
+        assert_same(of_program(program, model, x), of_graph(graph, model, x))
+
+
 def test_an_input_and_a_parameter_may_be_outputs() -> None:
     class Through(nn.Module):
         def __init__(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe
-from fxpipe.api.plan import fits
+from fxpipe.api.cheaper_cuts import fits
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.published_clusters import servers

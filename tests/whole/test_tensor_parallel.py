@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -59,6 +60,44 @@ class Words(nn.Module):
         return F.linear(self.block(self.words(ids)), self.words.weight)
 
 
+class Decoder(nn.Module):
+    """A layer of today's language models: rotated queries and keys, fewer heads of these, a gated layer, root mean
+    square norms; in front of it the words, and after it their scores."""
+
+    def __init__(self, width: int = 16, heads: int = 4, keys: int = 2) -> None:
+        super().__init__()
+        self.size, self.shared, self.words = width // heads, heads // keys, nn.Embedding(24, width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.query, self.mix = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, keys * self.size, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, 24, bias=False) for _ in range(2))
+        self.down, self.scores = nn.Linear(24, width, bias=False), nn.Linear(width, 24, bias=False)
+        self.register_buffer("speeds", 100.0 ** -torch.linspace(0, 1, self.size // 2, dtype=torch.float64))
+
+    def rotated(self, x: Tensor, angles: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-right, left), dim=-1) * angles.sin()
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        b, n, width = x.shape
+        at = torch.arange(n)[None, :].to(x.dtype)
+        angles = (self.speeds[None, :, None].expand(at.shape[0], -1, 1) @ at[:, None, :]).transpose(1, 2)
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+        y = self.norms[0](x)
+        queries, keys, values = (layer(y).view(b, n, -1, self.size).transpose(1, 2)
+                                 for layer in (self.query, self.key, self.value))  # fmt: skip
+        queries, keys = self.rotated(queries, angles), self.rotated(keys, angles)
+        keys, values = (one[:, :, None].expand(-1, -1, self.shared, -1, -1).reshape(b, -1, n, self.size)
+                        for one in (keys, values))  # fmt: skip
+        seen = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+        seen = seen if mask is None else seen & mask[:, None, None, :].bool()
+        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        x = x + self.mix(y.transpose(1, 2).reshape(b, n, width))
+        y = self.norms[1](x)
+        return self.scores(x + self.down(F.silu(self.gate(y)) * self.up(y)))
+
+
 def image() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
@@ -74,6 +113,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "blocks": (lambda: nn.Sequential(Block(16, 4), Block(16, 4)), lambda: torch.randn(8, 6, 16)),
     "joined": (lambda: nn.Sequential(Joined(), Joined(), Joined()), lambda: torch.randn(8, 6, 16)),
     "words": (Words, lambda: torch.randint(0, 24, (8, 6))),
+    "decoder": (Decoder, lambda: torch.randint(0, 24, (8, 7))[:, :-1]),
     "image": (image, lambda: torch.randn(8, 4, 4, 4)),
     "mlp": (mlp, lambda: torch.randn(8, 16)),
 }
@@ -94,6 +134,7 @@ MIXED: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {  # of each stage t
 }
 QUICK = {
     ("joined", "two stages of two"),
+    ("decoder", "two stages of two"),
     ("blocks", "four, then two"),
     ("joined", "two, then two replicas"),
     ("blocks", "one stage of two recomputes"),
@@ -196,6 +237,24 @@ def test_a_plan_of_several_sizes_is_explained() -> None:
     assert "data parallel DP, tensor parallel 2 " in text
     assert "twice the bandwidth" in text
     assert "more device" not in text
+
+
+@pytest.mark.slow
+def test_the_time_to_prepare_grows_with_layers() -> None:
+    """And not with their square: each piece of a layer costs the same, however many there are."""
+
+    def took(depth: int) -> float:
+        with torch.device("meta"):
+            model, x = nn.Sequential(*(Block(64, 8) for _ in range(depth))), torch.zeros(16, 8, 64)
+        options = {"tensor_parallel": 8, "planner": "straight", "micro_batches": 2}
+        found = fxpipe.plan(model, fast(16), 16, example_inputs=(x,), **options)  # type: ignore[arg-type]
+        with closing(fxpipe.compile(model, plan=found)) as pipe:
+            start = process_time()
+            pipe.prepare(x)
+            return process_time() - start
+
+    took(2)  # what is imported and compiled once
+    assert took(64) < 9 * took(8)
 
 
 def small(memory: int) -> Cluster:

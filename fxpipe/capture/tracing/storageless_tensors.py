@@ -26,8 +26,10 @@ def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, i
     size, stride = list(real.shape), list(laid_out.stride())
     if batch is not None and size[batch[0]] != batch[1]:
         dim, rows = batch
+        order = _fastest_first(laid_out)
         # Strides of slower dimensions grow with the batch, so that a transposed batch stays dense.
-        stride = [-(-s * rows // size[dim]) if s > stride[dim] > 0 else s for s in stride]
+        for slower in order[order.index(dim) + 1 :] if stride[dim] else ():
+            stride[slower] = -(-stride[slower] * rows // size[dim])
         size[dim] = rows
     with torch.inference_mode(False), torch.no_grad():
         made = without_memory(size, stride, real.dtype, device or real.device)
@@ -47,20 +49,33 @@ def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 
 
 def dense(real: Tensor) -> Tensor:
-    """The tensor itself if its elements lie without gaps, in any order of dimensions; else a copy without gaps.
-    They, as in `x[:, :-1]`, would become numbers in the graph that depend on how the caller made the tensor.
+    """The tensor itself if its elements lie without gaps, in any order of dimensions; else a copy without gaps, or a
+    view, if only the stride of a dimension of size one tells of gaps. Those, as in `x[:, :-1]`, would become numbers in
+    the graph that depend on how the caller made the tensor.
 
     >>> whole = torch.ones(2, 3)
-    >>> dense(whole.t()).stride(), dense(whole[:, :2]).stride()
-    ((1, 3), (2, 1))
+    >>> dense(whole.t()).stride(), dense(whole[:, :2]).stride(), dense(whole[:1, :2]).stride()
+    ((1, 3), (2, 1), (2, 1))
     """
-    if real.layout is not torch.strided or real.is_contiguous():
+    if real.layout is not torch.strided or (real.is_contiguous() and 1 not in real.shape):
         return real
-    length = 1
-    for stride, size in sorted(zip(real.stride(), real.shape, strict=True)):
-        if stride == 0 or size == 1:  # an expanded dimension has no elements of its own
-            continue
-        if stride != length:
-            return real.contiguous()
-        length *= size
-    return real
+    order, length, lengths, ones = _fastest_first(real), 1, {1}, set[int]()
+    for stride, size in ((real.stride(dim), real.shape[dim]) for dim in order):
+        if size == 1:
+            ones.add(stride)
+        elif stride:  # an expanded dimension has no elements of its own
+            if stride != length:
+                return real.contiguous()
+            length *= size
+            lengths.add(length)
+    if ones <= lengths:
+        return real
+    slowest_first = order[::-1]
+    laid_out = real.permute(slowest_first)
+    return laid_out.view(laid_out.shape).permute([slowest_first.index(dim) for dim in range(real.dim())])
+
+
+def _fastest_first(real: Tensor) -> list[int]:
+    """The dimensions by their strides; of equal ones, as beside a dimension of size one, the last first."""
+    strides = real.stride()
+    return sorted(range(real.dim()), key=lambda dim: (strides[dim], -dim))

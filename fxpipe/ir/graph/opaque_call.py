@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from fxpipe.ir.once import once
+
 from .graph import Graph, Op, Origin, called
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
@@ -270,6 +272,7 @@ def slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
+@once
 def opaques(graph: Graph) -> tuple[Opaque, ...]:
     """The submodules that the graph calls whole."""
     return tuple(dict.fromkeys(op.target for op in graph.ops if isinstance(op.target, Opaque)))

@@ -6,6 +6,7 @@ Models", SC 2020, section 3.1).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .layer_chain import Chain
@@ -14,6 +15,32 @@ from .layer_chain import Chain
 # also gradients and parameters (ZeRO-3, there P_os+g+p).
 OPTIMIZER_SHARDINGS = ("none", "zero1", "zero3")
 ZERO = {"zero1": "ZeRO-1", "zero3": "ZeRO-3"}  # what prints call them
+
+
+HALF = ("bf16", "f16")
+
+
+def adam_copies(parameters: Mapping[str, int]) -> float:
+    """The bytes that training with Adam has in memory for each byte of parameters, given their bytes by element type:
+    the parameter, its gradient and two moments; for 16-bit types, moments in f32, and besides a master copy in f32, as
+    the optimizer's small steps are lost in 16 bits (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    >>> adam_copies({"f32": 100}), adam_copies({"bf16": 100}), adam_copies({"bf16": 100, "f32": 100}), adam_copies({})
+    (4.0, 8.0, 6.0, 4.0)
+    """
+    held = sum(size * (1 + 1 + 3 * 4 / 2 if dtype in HALF else 4) for dtype, size in parameters.items())
+    return held / sum(parameters.values()) if held else 4.0
+
+
+def counted(parameters: Mapping[str, int]) -> str:
+    """What `adam_copies` counts, in words; empty if nothing is in 16 bits."""
+    half = " and ".join(dtype for dtype in HALF if parameters.get(dtype))
+    if not half:
+        return ""
+    return (
+        f"in memory each parameter in {half} has its gradient in {half}, and in f32 a master copy and Adam's two "
+        "moments: 16 bytes for 2, as with parameter_copies=8"
+    )
 
 
 class ModelStates(NamedTuple):

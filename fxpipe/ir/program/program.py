@@ -16,9 +16,10 @@ too. A program says nothing about time: the schedule does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from fxpipe.ir.graph.graph import Graph, Op, State, may_cross, show_op
 from fxpipe.ir.graph.value_types import TensorType, ValueType
@@ -77,6 +78,9 @@ class Move:
         along = "" if self.dim is None else f"  along {self.dim}"
         way = f"{self.source} -> {self.target}" + ("  portal" if self.portal else "")
         return f"{self.given}  {way}{along}" + (f"  as {self.value}" if self.part else "")
+
+
+Sent = TypeVar("Sent", "Move", "Loan")
 
 
 @dataclass(frozen=True)
@@ -169,18 +173,37 @@ class Program:
     def __str__(self) -> str:
         return show(self)
 
-    @property
+    @cached_property
     def devices(self) -> tuple[str, ...]:
         return tuple(stage.device for stage in self.stages)
 
-    @property
+    @cached_property
     def portals(self) -> tuple[Move, ...]:
         """The moves between stages that skip a stage of the pipeline."""
+        return tuple(filter(self.is_portal, self.moves))
+
+    def is_portal(self, move: Move) -> bool:
+        """Whether a move is one of `portals`."""
         n = len(self.stages)
         at = self.pipeline or range(n)
-        return tuple(m for m in self.moves if m.source >= 0 and m.target < n and at[m.target] - at[m.source] > 1)
+        return move.source >= 0 and move.target < n and at[move.target] - at[move.source] > 1
 
-    @property
+    @cached_property
+    def arriving(self) -> tuple[tuple[Move, ...], ...]:
+        """For each stage, and last for the caller, the moves that bring it values."""
+        return _by_stage(len(self.stages) + 1, self.moves, lambda move: move.target)
+
+    @cached_property
+    def leaving(self) -> tuple[tuple[Move, ...], ...]:
+        """For each stage the moves of what it gives."""
+        return _by_stage(len(self.stages), self.moves, lambda move: move.source)
+
+    @cached_property
+    def borrowing(self) -> tuple[tuple[Loan, ...], ...]:
+        """For each stage the loans of what it borrows."""
+        return _by_stage(len(self.stages), self.loans, lambda loan: loan.user)
+
+    @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the stages that it takes from. One that takes what a collective makes takes from all that
         give a part."""
@@ -194,10 +217,23 @@ class Program:
 
     def collective_of(self, move: Move) -> Collective | None:
         """The collective that makes the value of a move; None if it takes what another stage gives."""
-        return next((one for one in self.collectives if move in one.moves), None) if move.part else None
+        return self._collective_of.get(move) if move.part else None
+
+    @cached_property
+    def _collective_of(self) -> dict[Move, Collective]:
+        return {move: one for one in self.collectives for move in one.moves}
 
     def state(self, name: str) -> State:
         return self.graph.state(name)
+
+
+def _by_stage(count: int, given: Iterable[Sent], stage_of: Callable[[Sent], int]) -> tuple[tuple[Sent, ...], ...]:
+    """What is sent, for each of so many stages; -1 is none."""
+    found: list[list[Sent]] = [[] for _ in range(count)]
+    for one in given:
+        if stage_of(one) >= 0:
+            found[stage_of(one)].append(one)
+    return tuple(map(tuple, found))
 
 
 def recut(move: Move, program: Program) -> bool:
@@ -261,7 +297,7 @@ def _check_collective(program: Program, one: Collective) -> None:
     ends = [(program.stages[move.source].devices, program.stages[move.target].devices) for move in one.moves]
     if any(here != there or len(here) > 1 for here, there in ends) or len(set(ends)) < len(ends):
         raise ValueError(f"the {one}: each move has to be within a device of its own, without replicas")
-    if not set(one.moves) <= set(program.moves):
+    if any(move not in program.arriving[move.target] for move in one.moves):
         raise ValueError(f"the {one}: these are not all moves of the program")
     parts, values = ({program.types[name] for name in names} for names in zip(*((m.given, m.value) for m in one.moves),
                                                                                strict=True))  # fmt: skip
@@ -318,11 +354,10 @@ def show(program: Program) -> str:
 
 def show_stage(program: Program, stage: Stage) -> str:
     """One stage: what it takes, its ops, what it gives."""
-    states = {state.name: state for state in program.graph.states}
     lines = [f"stage {stage.index} on {', '.join(stage.devices)}, recompute {stage.checkpoint}"]
     lines += [f"  takes    {name}: {program.types[name]}" for name in stage.takes]
-    lines += [f"  owns     {name}: {program.types[name]}  {states[name].held}" for name in stage.states]
-    lines += [f"  borrows  {name}: {program.types[name]}  {states[name].held}" for name in stage.borrows]
+    lines += [f"  owns     {name}: {program.types[name]}  {program.state(name).held}" for name in stage.states]
+    lines += [f"  borrows  {name}: {program.types[name]}  {program.state(name).held}" for name in stage.borrows]
     lines += [f"  mutates  {name}" + ("  (read again)" if name in stage.rereads else "") for name in stage.mutates]
     lines += [f"  {show_op(op)}" for op in stage.ops]
     lines += [f"  gives    {name}: {program.types[name]}" for name in stage.gives]

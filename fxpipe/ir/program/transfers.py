@@ -80,11 +80,11 @@ def _sends(program: Program, row: Sequence[Action]) -> Sends:
     for position, (kind, s, i) in enumerate(row):
         sends[position] = here = []
         if kind == "F":
-            here += [Message(move.value, s, move.target, i) for move in program.moves if move.source == s]
+            here += [Message(move.value, s, move.target, i) for move in program.leaving[s]]
         if kind in "BI":
-            here += [Message(move.value, s, move.source, i, True) for move in program.moves if move.target == s]
+            here += [Message(move.value, s, move.source, i, True) for move in program.arriving[s]]
         if last.get(s) == position:
-            here += [Message(loan.state, s, loan.home, None, True) for loan in program.loans if loan.user == s]
+            here += [Message(loan.state, s, loan.home, None, True) for loan in program.borrowing[s]]
     return {position: [m for m in here if _crosses(program, m)] for position, here in sends.items()}
 
 

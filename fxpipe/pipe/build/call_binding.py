@@ -12,7 +12,6 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
-from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.profiling import measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
@@ -71,13 +70,6 @@ def batch_size(graph: Graph, inputs: Sequence[Any]) -> int:
 def given(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Input, Any]]:
     """The inputs that the caller gives (not those from totals), with their values."""
     return zip((item for item in graph.inputs if item.path), inputs, strict=True)
-
-
-def inputs_of(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values of the graph's inputs in a call, in order, in the mode of the graph."""
-    found: dict[str, Any] = {mode: graph.training} if (mode := mode_input(graph)) is not None else {}
-    match(graph.call, (args, kwargs), found)
-    return tuple(found[item.name] for item in graph.inputs if item.path)
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -84,7 +84,9 @@ NAMED_CLUSTER = where(_is_preset, ", ".join(map(repr, PRESETS)), str, lambda: tu
 DTYPE = Option(
     "dtype", "the element type to estimate for, the model's if not given", (one_of(*STORED),), "bf16", unset=True
 )
-COPIES = Option("parameter_copies", "bytes in memory for each byte of parameters", (above_zero("a number above 0"),), 4)
+COPIES = Option(
+    "parameter_copies", "bytes in memory for each byte of parameters", (above_zero("a number above 0"),), 4, unset=True
+)
 CLUSTER = Option("cluster", "", (NAMED_CLUSTER, instance((Cluster,), "a Cluster")), "k80:8")
 
 COMPILE = table(

@@ -67,7 +67,8 @@ class Planned:
     - `layers`: the same plan in the planner's terms: for each stage its range of layers, its devices as positions in
       `cluster`, over how many each op is cut, and its way.
     - `ways`: those that stages have: the model as layers, with their costs on each device of a group.
-    - `copies`: the `parameter_copies` that were given.
+    - `copies`: bytes in memory for each byte of parameters: the `parameter_copies` that were given, or those for the
+      types of the parameters, and then `counted` says what they are.
     - `work`: the FLOPs of one sample, forward and backward, and its tokens.
     - `shardings`: how each op is cut over the devices of a group of its stage, with tensor parallelism.
     - `tried`: what was found with each tensor-parallel size, and how ops were cut for it, if they may be cut.
@@ -89,6 +90,7 @@ class Planned:
     tried: tuple[TriedSize, ...] = ()
     recompute: bool | None = None
     optimizer_sharding: str = "none"
+    counted: str = ""
 
     def __str__(self) -> str:
         """The figures of the step, and a row for each stage."""
@@ -107,6 +109,7 @@ class Planned:
         costs = ("forward", "backward", "busy", *KINDS, "memory", "sends", "recompute")
         align = ("right", "left", "left", *["right"] * 9, "left")
         table = tabulate(_rows(self), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
+        head += [self.counted] if self.counted else []
         return "\n".join([*head, *_uneven(self), "", *(row.rstrip() for row in table.splitlines())])
 
     @property

@@ -10,6 +10,11 @@ cross. Cuts are removed one by one, always the one with the least
 
     conv | norm | relu | conv | add         bytes  8 4 4 8       norm and relu join what is before them: they are
     conv   norm   relu | conv   add                8 . 4 .       small, and most crosses inside the block
+
+Where a layer is small, it may join either neighbour: of its two cuts the one goes that more bytes cross. So the cut
+behind the sum at the end of a block stays, and not the one in front of it, where two values cross. Of cuts that are
+alike those stay that are between modules: a layer of a transformer is cut from the next, rather than its attention from
+the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from math import sqrt
 
 from fxpipe.errors import PlanError
@@ -33,6 +38,7 @@ from fxpipe.planning.stages.op_order import arrange
 from fxpipe.planning.stages.plan_stages import check_profiled, inner_cuts
 
 MOST = 64
+BETWEEN = 0.05  # by which share a cut between modules is worth more
 Crossing = Callable[[Graph], Sequence[int]]  # bytes by position, from 0 to the number of ops
 
 
@@ -55,7 +61,8 @@ def layers(graph: Graph, profile: Profile, most: int = MOST) -> Layers:
     ordered = arrange(graph, costs)
     ops = [costs[op.name] for op in ordered.ops]
     crossing = traffic(ordered, costs).values
-    ends = [0, *_cheapest(ops, crossing, inner_cuts(ordered), most), len(ops)]
+    modules = [op.origin.module for op in ordered.ops]
+    ends = [0, *_cheapest(ops, crossing, inner_cuts(ordered), most, modules), len(ops)]
     names = tuple(tuple(op.name for op in ordered.ops[first:end]) for first, end in pairwise(ends))
     return Layers(_chain(ordered, profile, crossing, ends), names)
 
@@ -96,17 +103,30 @@ def _layer(ops: Sequence[Op], costs: Sequence[OpCost], cut: int) -> Layer:
     return Layer(name, own.forward, own.backward, own.parameters, own.saved, cut)
 
 
-def _cheapest(ops: Sequence[OpCost], crossing: Sequence[int], cuts: Sequence[int], most: int) -> list[int]:
-    """The cuts that stay, at most one less than the layers."""
+def _cheapest(
+    ops: Sequence[OpCost], crossing: Sequence[int], cuts: Sequence[int], most: int, modules: Sequence[str]
+) -> list[int]:
+    """The cuts that stay, at most one less than the layers. `modules`: the path of the module of each op."""
     weights = _weights(ops)
     kept, stamp = list(cuts), dict.fromkeys(cuts, 0)
     least = max(1, *(crossing[p] for p in cuts)) / 100 if cuts else 1.0
 
-    def worth(p: int) -> float:
+    def beside(p: int) -> tuple[int, int]:
+        """The neighbours of a cut."""
         at = bisect_left(kept, p)
-        low = kept[at - 1] if at else 0
-        high = kept[at + 1] if at + 1 < len(kept) else len(ops)
-        return max(sqrt((w[high] - w[p]) * (w[p] - w[low])) for w in weights) / max(crossing[p], least)
+        return kept[at - 1] if at else 0, kept[at + 1] if at + 1 < len(kept) else len(ops)
+
+    def worth(p: int) -> float:
+        low, high = beside(p)
+        even = max(sqrt((w[high] - w[p]) * (w[p] - w[low])) for w in weights)
+        return even / max(crossing[p], least) * (1 + BETWEEN / (1 + _nesting(modules[p - 1], modules[p])))
+
+    def joined(p: int) -> int:
+        """The cut of the smaller layer beside `p` that more bytes cross: `p`, or the layer's other one."""
+        low, high = beside(p)
+        before, after = (max(w[b] - w[a] for w in weights) for a, b in ((low, p), (p, high)))
+        other = low if before < after else high
+        return other if other in stamp and crossing[other] > crossing[p] else p
 
     heap = [(worth(p), p, 0) for p in cuts]
     heapify(heap)
@@ -114,12 +134,25 @@ def _cheapest(ops: Sequence[OpCost], crossing: Sequence[int], cuts: Sequence[int
         _, p, turn = heappop(heap)
         if stamp.get(p) != turn:
             continue  # a neighbour has gone since
+        if (gone := joined(p)) != p:
+            heappush(heap, (worth(p), p, turn))
+            p = gone
         at = bisect_left(kept, p)
         del kept[at], stamp[p]
         for q in kept[max(at - 1, 0) : at + 1]:
             stamp[q] += 1
             heappush(heap, (worth(q), q, stamp[q]))
     return kept
+
+
+def _nesting(one: str, other: str) -> int:
+    """How many modules two ops are both in, by the paths of their modules.
+
+    >>> _nesting("layers.0", "layers.1.norm"), _nesting("layers.1", "layers.1.norm"), _nesting("", "layers.1")
+    (1, 2, 0)
+    """
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] != "", pairs))
 
 
 def _weights(ops: Sequence[OpCost]) -> list[list[float]]:

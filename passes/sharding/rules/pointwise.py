@@ -115,12 +115,12 @@ def dims(op: Op, rank: int) -> set[int]:
 
 def _sample_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """The first dimension, if it is the samples' in the result and in all operands with samples, and has another size
-    in all other operands."""
-    if op.writes or not isinstance(b.captured[op.name], TensorType):
-        return ()
+    in all other operands. None for an op that reads no samples, such as a sum over positions."""
     read = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
     samples = [name for name in read if name in b.samples]
-    rank = max((len(b.shape(name)) for name in samples), default=0)
+    if op.writes or not samples or not isinstance(b.captured[op.name], TensorType):
+        return ()
+    rank = max(len(b.shape(name)) for name in samples)
     if op_name(op) in OVER_DIMS and 0 in dims(op, rank + (op_name(op) == "stack")):
         return ()
     if op_name(op) == "pad" and len(argument(op, 1, "pad")) > 2 * (rank - 1):

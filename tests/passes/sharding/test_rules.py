@@ -38,6 +38,14 @@ def attention(q: nn.Module, k: nn.Module, v: nn.Module, x: Tensor, **options: An
     return y.transpose(1, 2).reshape(x.shape)
 
 
+def positions(layer: nn.Module, x: Tensor) -> Tensor:
+    """Ops over a named dimension, of a tensor that does not depend on the samples."""
+    at = torch.arange(x.shape[1], dtype=x.dtype)
+    table = torch.stack((at, at.cumsum(0)), -1)
+    angles = torch.cat((table, F.pad(table, (1, 1))), dim=-1).softmax(0).sum(-1)
+    return layer(x) * angles.unsqueeze(-1) * at.mean(dim=0)
+
+
 def linears(count: int = 3, channel: int = 8) -> list[nn.Module]:
     return [nn.Linear(8, channel) for _ in range(count)]
 
@@ -145,6 +153,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     ),
     "mean": (Calls(lambda a, x: a(x).pow(2).mean() + a(x).sum(), *linears(1)), (sequence,)),
     "layer": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (sequence,)),
+    "positions, tables": (Calls(positions, *linears(1)), (sequence,)),
 }
 
 

@@ -48,7 +48,7 @@ def overlaps(
             index[r] = rest % b[r]
             rest //= b[r]
         empty = False
-        for r in range(4):
+        for r in range(RANK):
             along = need[r, 0]
             low[r], high[r] = 0, made[r]
             if along >= 0:
@@ -72,9 +72,11 @@ def overlaps(
                     v2 = v1 * (min(high[2], first_of(made[2], a[2], k2 + 1)) - max(low[2], first_of(made[2], a[2], k2)))
                     for k3 in range(first[3], last[3] + 1):
                         v3 = min(high[3], first_of(made[3], a[3], k3 + 1)) - max(low[3], first_of(made[3], a[3], k3))
-                        pair[top] = ((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3
-                        volume[top] = v2 * v3
-                        top += 1
+                        for k4 in range(first[4], last[4] + 1):
+                            ends = first_of(made[4], a[4], k4), first_of(made[4], a[4], k4 + 1)
+                            pair[top] = (((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3) * a[4] + k4
+                            volume[top] = v2 * v3 * (min(high[4], ends[1]) - max(low[4], ends[0]))
+                            top += 1
     first_pair[parts:].fill(top)
     return top
 

@@ -9,7 +9,7 @@ Letters:
 - G: groups of shared weights; U: equal shares of a group's weights.
 - R: groups of operators that are recomputed.
 
-Every output has four dimensions here; missing ones have size 1. After them comes the summed dimension; its degree is
+Every output has five dimensions here; missing ones have size 1. After them comes the summed dimension; its degree is
 the number of holders, also where there is no such dimension and the holders are copies.
 
 A task's slot is its key. The sum of region r is forward the all-reduce of partial sums, and backward that of the
@@ -52,7 +52,7 @@ from fxpipe.planning.operators.task_graph import weight_groups, weight_shards
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Records = Any  # arrays of records, whose fields mypy does not know
-RANK = 4
+RANK = 5
 
 
 class Problem(NamedTuple):
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
     is_parameter: Ints  # [n, 5] whether weights are cut with this dimension; of the last, whether there is one
     source: Ints  # [E] producer
     target: Ints  # [E] consumer
-    need: Ints  # [E, 4, 5] for each dimension of the producer: along, stride, before, window, divide
+    need: Ints  # [E, 5, 5] for each dimension of the producer: along, stride, before, window, divide
     out_first: Ints  # [n + 1] into out_edges
     out_edges: Ints
     in_first: Ints
@@ -153,7 +153,7 @@ class State(NamedTuple):
     pair: Ints  # [2, M M] scratch: regions that parts read, and the holders that they read from
     pair_first: Ints  # [M + 1] scratch
     counted: Ints  # [M + 1] scratch
-    scratch: Ints  # [5, 5]
+    scratch: Ints  # [5, 6]
     top: Ints  # [1] end of the rows in use
     cost: Floats  # [1] seconds of the strategy
 
@@ -170,7 +170,7 @@ def problem(
     """The search as arrays, for one of this many micro-batches, of which `graph` is one; nothing is recomputed yet
     (`recompute_arrays.py`). Dimensions of these `roles` may be cut. Degrees of the strategies `starts` are added to
     those of `strategy_space.configs`. `copies` is how many bytes are in memory for each byte of weights. Raises
-    ValueError for an operator of more than four dimensions."""
+    ValueError for an operator of more than five dimensions."""
     placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
     number = {at: i for i, at in enumerate(placed)}
     operators = [graph.operators[at] for at in placed]

@@ -6,10 +6,14 @@ pytest.importorskip("numba")
 
 from random import Random
 
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from benchmarks.full_simulation import FullCore
+from fxpipe.api.search import operators_of
 from fxpipe.ir.cluster.published_clusters import k80s, p100s
 from fxpipe.planning.operators.expert_strategies import data_parallel, scattered
 from fxpipe.planning.operators.models.published_models import MODELS
@@ -20,7 +24,31 @@ from tests.helpers.operator_graphs import branches, cluster, lenet, rnnlm, trans
 from tests.helpers.random_operator_graphs import network, strategy
 
 PROPOSALS = {"alexnet": 2300, "resnet": 300, "inception": 300, "rnntc": 150, "rnnlm": 200, "nmt": 90}
-GRAPHS = {"lenet": lenet, "branches": branches, "rnnlm": rnnlm, "translation": translation}
+
+
+class SharedKeys(nn.Module):
+    """Two queries for each key: keys are repeated in a dimension of their own, the fifth."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.mix = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        queries, keys = (layer(x).view(b, n, -1, 4).transpose(1, 2) for layer in (self.query, self.key))
+        keys = keys[:, :, None].expand(b, 2, 2, n, 4).reshape(b, 4, n, 4)
+        return self.mix(F.scaled_dot_product_attention(queries, keys, keys).transpose(1, 2).reshape(b, n, 16))
+
+
+def shared_keys():
+    graph = operators_of(SharedKeys(), cluster(4), (torch.zeros(8, 6, 16),), None)
+    assert max(len(operator.sizes) for operator in graph) == 5
+    return graph
+
+
+GRAPHS = {
+    "lenet": lenet, "branches": branches, "rnnlm": rnnlm, "translation": translation, "shared keys": shared_keys
+}  # fmt: skip
 
 
 def follow(core, proposals):
