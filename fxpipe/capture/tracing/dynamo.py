@@ -41,10 +41,11 @@ from fxpipe.runtime.interrupts import Interrupts
 from .composite_ops import composed_in_python, one_step
 from .effects.python_effects import PythonEffects, python_effects
 from .effects.recorded_runs import recorded_runs
+from .patches.constant_tensors import folding_constants
 from .patches.context_variables import Contexts, context_variables
 from .patches.gradient_mode import GradientMode, observed_mode
 from .patches.numpy_folding import folding
-from .patches.patched import patched
+from .patches.patched import patched, quiet
 from .patches.record_layers import recorded_layers
 from .patches.saved_variables import saved_variables
 from .patches.training_flags import TrainingFlags, training_flags
@@ -262,6 +263,7 @@ class _Configured:
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),
+                folding_constants(),
                 _hooks_are_ops(),
                 saved_variables(),
                 context_variables(contexts),
@@ -270,8 +272,8 @@ class _Configured:
                 recorded_layers(self.equal(), contexts),
                 recorded_runs(),
                 python_effects(self.effects),
-                _quiet("torch._subclasses.fake_tensor"),  # our error says it better
-                _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
+                quiet("torch._subclasses.fake_tensor"),  # our error says it better
+                quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
                 # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.
                 patched(torch._dynamo.guards, profile_guard_manager=lambda *_: 0.0),
             ):
@@ -302,17 +304,6 @@ def _stopped(error: BaseException) -> tuple[tuple[int, ...] | None, Sizes]:
     known = found.output.shape_env.var_to_sources.items() if found.output.shape_env is not None else ()
     sizes = {str(symbol): _size(sources[0]) for symbol, sources in known if sources}
     return tuple(int(key.partition("@")[0]) for key in found.nn_module_stack), sizes
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

@@ -198,6 +198,8 @@ class Graph:
     - `totals`: a graph that computes, from the inputs of the whole batch, what each micro-batch must know about it,
       such as how many labels count; or None. Its outputs are inputs of this graph, uncut and with an empty path.
     - `mixed`: the ops that mix the samples of a micro-batch, so that outputs are not those of the whole batch.
+    - `parts`: values of which the user has said how those of the micro-batches are combined, (name, "mean" or "sum"),
+      though they are only parts of outputs.
     - `conditions`: conditions on sizes and numbers that a call must meet too, as Python, such as `seq > 4`, or UNKNOWN.
     - `fingerprint`: that of the loss function, which must be the same.
     """
@@ -215,6 +217,7 @@ class Graph:
     loss: str | None = None
     totals: Graph | None = None
     mixed: tuple[Mixed, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
     conditions: tuple[str, ...] = ()
     fingerprint: tuple[tuple[str, str], ...] = ()
 
