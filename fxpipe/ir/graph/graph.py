@@ -201,6 +201,7 @@ class Graph:
     - `parts`: values of which the user has said how those of the micro-batches are combined, (name, "mean" or "sum"),
       though they are only parts of outputs.
     - `conditions`: conditions on sizes and numbers that a call must meet too, as Python, such as `seq > 4`, or UNKNOWN.
+    - `checkpointed`: where the model asks torch.utils.checkpoint to recompute, which the plan decides here.
     - `fingerprint`: that of the loss function, which must be the same.
     """
 
@@ -219,6 +220,7 @@ class Graph:
     mixed: tuple[Mixed, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     conditions: tuple[str, ...] = ()
+    checkpointed: Origin | None = None
     fingerprint: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:

@@ -1115,3 +1115,13 @@ def test_what_torch_logs_in_a_capture_that_goes_on_is_held_back(fake_fails):
     finally:
         logger.removeHandler(handler)
     assert not said
+
+
+def test_pieces_of_one_class_share_a_warning():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Branch()) for _ in range(5)))
+    with warnings.catch_warnings(record=True) as said, closing(fxpipe.compile(layers, devices=2, chunks=2)) as pipe:
+        warnings.simplefilter("always")
+        pipe(torch.randn(4, WIDTH))
+    told = [str(one.message) for one in said if "is kept whole" in str(one.message)]
+    assert len(told) == 1
+    assert "0.1 is kept whole, as 4 more of its class are: one opaque op" in told[0]
