@@ -21,8 +21,8 @@ from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
 
 from .fork_lock import Lock
-from .library_model import class_for_libraries, device_map
 from .processes import Processes, Tensors
+from .saved.library_model import class_for_libraries, device_map
 
 RUNNING = {"step", "rehearse", "prepare", "verify"}  # methods that run or capture the model
 F = TypeVar("F", bound=Callable[..., Any])

@@ -247,10 +247,14 @@ def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | 
     missed = [slot for slot in slots if slot.now is not None and memory_of(slot.now) in made - mode.written]
     if missed:
         first, kind = missed[0], type(missed[0].module).__name__
-        raise MaterializeError(
-            f"these tensors have no values:{listed([f'{slot}: {unset(slot, init)}' for slot in missed])}\n"
+        how = (
             f"Give {kind} a method reset_parameters that sets {first.key}, or pass init=, a function of (module, path) "
             f"that does: if isinstance(module, {kind}): module.{first.key}.copy_(...)"
+        )
+        if init is None and callable(getattr(model, "_init_weights", None)):  # of a model of transformers
+            how = "Pass init=lambda module, path: model._init_weights(module), by which the model's library sets them"
+        raise MaterializeError(
+            f"these tensors have no values:{listed([f'{slot}: {unset(slot, init)}' for slot in missed])}\n{how}"
         )
 
 

@@ -246,6 +246,21 @@ def test_tensors_that_nobody_sets() -> None:
         fxpipe.materialize(model, init=lambda module, path: None)
 
 
+class Library(Net):
+    """Its library sets all that is not loaded, buffers that __init__ computes too."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        init(module, "" if module is self else "child")
+
+
+def test_the_error_names_the_librarys_own_way() -> None:
+    model = on_meta(Library)
+    with pytest.raises(MaterializeError, match=r"\nPass init=lambda module, path: model\._init_weights\(module\)"):
+        fxpipe.materialize(model)
+    fxpipe.materialize(model, init=lambda module, path: model._init_weights(module))
+    assert not any(tensor.is_meta for tensor in values(model).values())
+
+
 def test_an_error_in_a_modules_initialisation_says_which() -> None:
     class Odd(nn.Linear):
         def reset_parameters(self) -> None:
