@@ -58,6 +58,7 @@ from fxpipe.pipe.materialize import materialize
 from fxpipe.pipe.pipe import Pipe
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.searched import Searched
+from fxpipe.pipe.verify.environment import own_version
 from fxpipe.runtime.autograd.is_recomputing import is_recomputing
 
 from .api import backend
@@ -80,6 +81,8 @@ from .errors import (
 if TYPE_CHECKING:
     from fxpipe.training.checkpoint import async_save_checkpoint, last_checkpoint, load_checkpoint, save_checkpoint
     from fxpipe.training.gradients import GradScaler, clip_grad_norm_
+
+__version__ = own_version()
 
 __all__ = [
     "BatchStatisticsWarning",
@@ -110,6 +113,7 @@ __all__ = [
     "Switch",
     "Timeline",
     "UnfinishedSearchWarning",
+    "__version__",
     "async_save_checkpoint",
     "backend",
     "clip_grad_norm_",

@@ -163,9 +163,9 @@ def compile(
       those of other tensors are.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). Sums and means over
-      the samples are recognised without it. If the model mixes the samples of a batch, a micro-batch mixes only its
-      own, with a MixedSamplesWarning. To accept that without a warning, write `reduce="cat"`, or a dict of the outputs
-      that it is for: "cat" if they have a batch dimension, else "mean" or "sum".
+      the samples stay exact without it; of a loss, it is about the other summands, by their variables' names, as in
+      {"aux_loss": "mean"}. If the model mixes samples, a micro-batch mixes only its own, with a MixedSamplesWarning. To
+      accept that, write `reduce="cat"`, or a dict: "cat" for outputs with a batch dimension, else "mean" or "sum".
     - `deferred_batch_norm`: None: running statistics are those of micro-batches, with a BatchStatisticsWarning. False:
       the same, without the warning. True: they are those of whole batches; each micro-batch is still normalised by its
       own mean and variance.

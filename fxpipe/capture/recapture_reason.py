@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .call_arguments import Call
@@ -12,23 +13,29 @@ from .call_arguments import Call
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A summary of a kind of call: the mode of the model, and for each tensor its path and its type as text, with "b"
-    for the batch."""
+    """A summary of a kind of call: the mode of the model, for each tensor its path and its type as text, with "b" for
+    the batch, and the type that autocast gives, if it is on, by device."""
 
     training: bool
     tensors: tuple[tuple[str, str], ...]
+    autocast: tuple[tuple[str, str], ...] = ()
 
 
 def signature_of(call: Call, training: bool) -> CallSignature:
     """The signature of a call."""
-    return CallSignature(
-        training, tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values())
-    )
+    tensors = tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values())
+    kinds = dict.fromkeys(("cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")))
+    cast = {kind: _name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return CallSignature(training, tensors, tuple(cast.items()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shown(tensor: Tensor, batch_dim: int | None) -> str:
     sizes = ("b" if dim == batch_dim else str(size) for dim, size in enumerate(tensor.shape))
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+    return f"{_name(tensor.dtype)}[{', '.join(sizes)}]"
 
 
 def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "call", fixed: str = "") -> str:
@@ -40,6 +47,8 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
     ('first call', 'another shape, x is float32[b, 8] and was float32[b, 4]')
     >>> why_new(CallSignature(False, small.tensors), [small])
     'train to eval'
+    >>> why_new(CallSignature(True, small.tensors, (("cpu", "bfloat16"),)), [small])
+    'autocast is bfloat16 on cpu, and was off'
     """
     if not before:
         return f"first {what}"
@@ -49,9 +58,16 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
     alike = [dict(one.tensors) for one in before if one.training == new.training]
     now = dict(new.tensors)
     if now in alike:
+        same = [one for one in before if one.training == new.training and dict(one.tensors) == now]
+        if all(one.autocast != new.autocast for one in same):
+            return _of_autocast(new) + ", and was " + _of_autocast(same[-1]).removeprefix("autocast is ")
         return "something else that the model depends on has changed"
     last = next((one for one in reversed(alike) if one.keys() == now.keys()), None)
     if last is None:
         return f"other arguments, {', '.join(now)}"
     name = next(name for name in now if now[name] != last[name])
     return f"another shape, {name} is {now[name]} and was {last[name]}"
+
+
+def _of_autocast(one: CallSignature) -> str:
+    return f"autocast is {', '.join(f'{dtype} on {kind}' for kind, dtype in one.autocast) or 'off'}"

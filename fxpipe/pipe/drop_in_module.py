@@ -22,6 +22,7 @@ from fxpipe.pipe.options.option_forms import shown
 
 from .fork_lock import Lock
 from .processes import Processes, Tensors
+from .saved.library_model import class_for_libraries, device_map
 
 RUNNING = {"step", "rehearse", "prepare", "verify"}  # methods that run or capture the model
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,6 +118,21 @@ class DropInModule(nn.Module):
         super().__init__()
         for name, value in {"model": model, "_state": state, **{name: vars(model)[name] for name in SHARED}}.items():
             object.__setattr__(self, name, value)  # not nn.Module's, which would register the model as a child
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What libraries that save models take for the class; `type(pipe)` is the pipe's own."""
+        model = vars(self).get("model")
+        return type(self) if model is None else class_for_libraries(type(self), type(model))
+
+    def _get_name(self) -> str:
+        """What it is called when it is printed."""
+        return type(self).__name__
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """The devices of the stages. Libraries of Hugging Face neither move nor replicate a model that has this."""
+        return device_map(self.options.devices)
 
     @property
     def training(self) -> bool:

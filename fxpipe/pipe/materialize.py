@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CheckpointError, MaterializeError
 
-from .saved.tensor_sources import Source, open_source
+from .saved.tensor_sources import Source, based, open_source
 
 Init = Callable[[nn.Module, str], Any]
 RESETS = ("reset_parameters", "_reset_parameters")  # the second is what nn.MultiheadAttention and nn.Transformer have
@@ -72,8 +72,10 @@ def materialize(
     - `seed`: decides the values, together with the name of each tensor.
     - `init(module, path)`: called for each module that has tensors on the meta device, itself or in its submodules,
       after the module's own `reset_parameters()`, if it has one; children before their parents, as in `model.apply`.
-    - `checkpoint`: the values by the model's own keys: a file with a `state_dict`, a `.safetensors` file, or a folder
-      of torch.distributed.checkpoint. Tensors that are not in `state_dict()` are initialised.
+    - `checkpoint`: the values by the model's own keys: a file with a `state_dict`, a `.safetensors` file, shards
+      (their `.index.json`, or a folder of Hugging Face), or a folder of torch.distributed.checkpoint. Only what is
+      needed is read. With the model's `base_model_prefix`, if it has one, a base model and a model with a head take
+      each other's keys. Tensors that are not in `state_dict()` are initialised.
     - `only`: the names of the tensors to make; None: all. Tied weights are made once, if `only` has one of their names.
 
     Parameters become new objects: make optimizers and hooks on them afterwards. Raises MaterializeError if nothing sets
@@ -97,6 +99,8 @@ def materialize(
         for slot in mine:
             slot.held[slot.key] = fresh[id(slot.now)]
         source = None if checkpoint is None else open_source(checkpoint)
+        if source is not None and isinstance(prefix := getattr(model, "base_model_prefix", None), str) and prefix:
+            source = based(source, [slot.full for slot in mine], prefix)
         found = {} if source is None else find(mine, source)
         read = {id(tensor) for tensor in found.values()}
         with aside(slots, mine):
@@ -131,12 +135,12 @@ def find(slots: Sequence[Slot], source: Source) -> dict[str, Tensor]:
     CheckpointError if one is missing or has another shape."""
     found: dict[int, tuple[str, Tensor]] = {}
     for slot in slots:
-        if slot.now is not None and slot.full in source.shapes:
+        if slot.now is not None and slot.full in source.keys:
             found.setdefault(id(slot.now), (slot.full, slot.now))
     faults = [f"{slot}: missing" for slot in slots if slot.saved and id(slot.now) not in found]
     for key, tensor in found.values():
-        if tuple(tensor.shape) != source.shapes[key]:
-            faults.append(f"{key}: {list(source.shapes[key])}, and the model has {list(tensor.shape)}")
+        if (saved := source.shape(key)) != tuple(tensor.shape):
+            faults.append(f"{key}: {list(saved)}, and the model has {list(tensor.shape)}")
     if faults:
         raise CheckpointError(f"{source.name} does not fit the model:{listed(faults)}")
     return dict(found.values())
@@ -243,10 +247,14 @@ def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | 
     missed = [slot for slot in slots if slot.now is not None and memory_of(slot.now) in made - mode.written]
     if missed:
         first, kind = missed[0], type(missed[0].module).__name__
-        raise MaterializeError(
-            f"these tensors have no values:{listed([f'{slot}: {unset(slot, init)}' for slot in missed])}\n"
+        how = (
             f"Give {kind} a method reset_parameters that sets {first.key}, or pass init=, a function of (module, path) "
             f"that does: if isinstance(module, {kind}): module.{first.key}.copy_(...)"
+        )
+        if init is None and callable(getattr(model, "_init_weights", None)):  # of a model of transformers
+            how = "Pass init=lambda module, path: model._init_weights(module), by which the model's library sets them"
+        raise MaterializeError(
+            f"these tensors have no values:{listed([f'{slot}: {unset(slot, init)}' for slot in missed])}\n{how}"
         )
 
 

@@ -36,6 +36,15 @@ def test_trainer_trains_a_pipe_as_the_plain_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["shards", "base_of_a_model_with_a_head", "experts", "adapters", "evaluated"])
+def test_models_of_hugging_face(name: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    pipe, plain = getattr(import_module("benchmarks.integrations.hugging_face"), name)()
+    assert pipe == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_script_over_ranks_goes_on_after_a_kill(tmp_path: Path) -> None:
     """Its losses are those of a run that nobody has disturbed, to the last bit. The one that is killed initialises
     torch.distributed itself."""

@@ -484,6 +484,30 @@ def test_a_gradient_that_nobody_gets():
     Calls(Asks())(torch.randn(6, 4))
 
 
+def test_a_hook_that_asks_for_gradients_of_what_a_frozen_layer_returns():
+    """As libraries do before checkpoints: the value goes on through all layers."""
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.fc, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.embed.requires_grad_(False)
+            self.embed.register_forward_hook(lambda module, given, made: made.requires_grad_(True))
+
+        def forward(self, ids):
+            h = self.embed(ids)
+            h = checkpoint(self.fc, h, use_reentrant=False) if h.requires_grad else h
+            return self.head(h), h
+
+    calls, ids = Calls(Frozen()), torch.randint(9, (6, 4))
+    for side in (calls.plain(ids), calls(ids)):
+        side[0].square().sum().backward()
+    for one, other in zip(calls.model.parameters(), calls.plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_functions_that_dynamo_passes_over_are_read():
     class Scripted(nn.Module):
         """As libraries write that can be scripted too."""

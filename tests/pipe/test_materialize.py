@@ -165,6 +165,30 @@ def test_a_buffer_off_the_meta_device_keeps_its_values() -> None:
     pipe.close()
 
 
+class MadeOfNumbers(nn.Module):
+    """Makes tensors of Python's numbers on the device of its input: a cache begins as an empty one, and grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        cache = torch.tensor([], dtype=x.dtype, device=x.device)
+        cache = torch.cat([cache, x], dim=-1)
+        x = x * torch.tensor([2.0] * 8, device=x.device) + x.new_tensor(0.5)
+        return self.second(x) + torch.as_tensor([[1.0]], device=x.device), cache
+
+
+def test_tensors_made_of_numbers_on_the_meta_device() -> None:
+    model, x = on_meta(MadeOfNumbers), torch.randn(4, 8)
+    pipe = fxpipe.compile(model, devices=2, chunks=2)
+    pipe.prepare(x)
+    pipe.materialize(seed=1)
+    torch.testing.assert_close(pipe(x), model(x))
+    pipe.close()
+
+
 def test_memory_is_that_of_the_part() -> None:
     model = nn.ModuleList(nn.Linear(64, 64, device="meta") for _ in range(8))
     with Peak() as peak:
@@ -220,6 +244,21 @@ def test_tensors_that_nobody_sets() -> None:
     assert all(tensor.is_meta for tensor in values(model).values())
     with pytest.raises(MaterializeError, match=r"scale.weight .*; init did not set it"):
         fxpipe.materialize(model, init=lambda module, path: None)
+
+
+class Library(Net):
+    """Its library sets all that is not loaded, buffers that __init__ computes too."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        init(module, "" if module is self else "child")
+
+
+def test_the_error_names_the_librarys_own_way() -> None:
+    model = on_meta(Library)
+    with pytest.raises(MaterializeError, match=r"\nPass init=lambda module, path: model\._init_weights\(module\)"):
+        fxpipe.materialize(model)
+    fxpipe.materialize(model, init=lambda module, path: model._init_weights(module))
+    assert not any(tensor.is_meta for tensor in values(model).values())
 
 
 def test_an_error_in_a_modules_initialisation_says_which() -> None:

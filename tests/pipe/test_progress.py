@@ -71,6 +71,9 @@ def test_captures_say_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     pipe.model[0].requires_grad_(False)
     pipe(x.requires_grad_())
     assert news() == ["capturing Sequential: something else that the model depends on has changed"]
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe(x)
+    assert news() == ["capturing Sequential: autocast is bfloat16 on cpu, and was off"]
     pipe.close()
 
 

@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import fxpipe
 from fxpipe.api.doctor import TORCH
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,7 @@ GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 def test_one_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
     assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert fxpipe.__version__ in (PROJECT["version"], "not installed")
 
 
 def test_one_range_of_torch() -> None:

@@ -38,8 +38,17 @@ def add_options(command: argparse.ArgumentParser, options: Mapping[str, Option],
             how = {"action": argparse.BooleanOptionalAction if option.unset else "store_true"}
         if not only_flag and any(form.text == "True or False" for form in option.forms):
             how |= {"nargs": "?", "const": True}
-        example = "" if only_flag else f": {as_text(option.example)}"
-        command.add_argument(option.flag, default=argparse.SUPPRESS, help=f"{option.about}{example}", **how)
+        command.add_argument(option.flag, default=argparse.SUPPRESS, help=option.about + _values(option), **how)
+
+
+def _values(option: Option) -> str:
+    """What follows the line of an option in the help: the words that it may be, and an example."""
+    readable = [form for form in option.forms if form.read is not None and form.text != "True or False"]
+    words = [word for form in readable for word in form.words()]
+    others = any(not form.words() for form in readable)
+    said = f"; one of {', '.join(words)}{' or another form' if others else ''}" if len(words) > 1 else ""
+    example = f"; for example {as_text(option.example)}" if readable and (others or not words) else ""
+    return said + example
 
 
 def reader(option: Option) -> Callable[[str], Any]:

@@ -101,11 +101,13 @@ def follow(graph: Graph) -> Flow:
     """What is known about every value of the graph."""
     flow = Flow(graph.types)
     flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
-    states = {state.name for state in graph.states}
+    states, meant = {state.name for state in graph.states}, {name for name, _ in graph.parts}
     for op in graph.ops:
         if not flow.depends:
             break
         _follow(op, flow)
+        if op.name in meant:
+            flow.mixed.pop(op.name, None)
         written = set(op.writes)
         if written and not written - states:
             for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled):

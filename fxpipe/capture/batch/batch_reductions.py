@@ -95,13 +95,14 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
     known |= {state.name: SAME for state in graph.states}
     states = {state.name for state in graph.states}
     made = {op.name: op for op in graph.ops}
+    meant = {name: Kind("pooled", SUMS[how]) for name, how in graph.parts}
     for op in graph.ops:
         kind = Follow(op, known, flow.types, made).kind()
         if op.name in flow.mixed and batch_dims(op.type):  # mixed in a micro-batch, but one value for each sample
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif op.writes and states.issuperset(op.writes) and _returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch
-        known[op.name] = kind
+        known[op.name] = kind = meant.get(op.name, kind)
         # The written value has the op's name from here on. Other values in that memory have the same kind, or unknown.
         for name in set(op.writes) - states - set(op.reads[:1]):
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):

@@ -30,6 +30,7 @@ from fxpipe.ir.graph.value_types import TensorType, tensors
 
 from .batch_dimension import batch_dims, follow
 from .batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reduction
+from .loss_parts import COMBINED, needed, unknown_parts, with_named_parts, with_unknown_parts
 from .mean_shares import with_shares
 from .mixed_samples import Reduce, said
 
@@ -37,27 +38,34 @@ from .mixed_samples import Reduce, said
 def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
     """The graph, rewritten so that as many as possible of its outputs `values` are sums or means of those of the
     micro-batches. Outputs with a `reduce` from the user stay as they are."""
+    graph = with_named_parts(graph, values, reduce)
     flow, found = follow(graph), kinds(graph)
 
     def is_open(value: str) -> bool:
         unclear = value in flow.mixed or (found[value].reduce is None and not batch_dims(graph.types[value]))
         return unclear and said(graph, value, reduce) is None
 
+    said_of = {value: how for value in values if (how := said(graph, value, reduce)) in COMBINED}
+    unclear = [value for value, how in said_of.items() if found[value].reduce is None]
+    if unclear:  # what is said of a sum holds for those of its parts of which nothing is known
+        whole = _with_exact_sums(graph, unclear, values)
+        split = [value for value in unclear if unknown_parts(whole, value)]
+        if split:
+            whole = _with_exact_sums(graph, [*split, *filter(is_open, values)], values)
+            for value in split:
+                whole = with_unknown_parts(whole, value, said_of[value])
+            return with_shares(whole, needed(whole, [*split, *filter(is_open, values)]))
     wanted = [value for value in values if is_open(value)]
     if not wanted:
         return graph
-    graph = _with_sums(graph, needed(graph, wanted))
-    graph = _with_totals(graph, needed(graph, wanted), values)
+    graph = _with_exact_sums(graph, wanted, values)
     return with_shares(graph, needed(graph, wanted))
 
 
-def needed(graph: Graph, values: Sequence[str]) -> set[str]:
-    """The names of all values that `values` are computed from, and `values`."""
-    found = set(values)
-    for op in reversed(graph.ops):
-        if op.name in found:
-            found.update(op.reads)
-    return found
+def _with_exact_sums(graph: Graph, wanted: Sequence[str], values: Sequence[str]) -> Graph:
+    """The graph, where losses that `wanted` are made of are sums over the samples, divided by totals."""
+    graph = _with_sums(graph, needed(graph, wanted))
+    return _with_totals(graph, needed(graph, wanted), values)
 
 
 # Losses that divide by how many labels count --------------------------------------------------------------------------

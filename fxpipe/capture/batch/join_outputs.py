@@ -16,6 +16,7 @@ from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, dim_names
 
 from .batch_dimension import Flow, batch_dims, follow, multiple
 from .batch_reductions import SAME, Kind, kinds
+from .loss_parts import name_of, needed, unknown_parts
 from .mixed_samples import Reduce, find_mixed, said
 
 Sizes = Callable[[Mapping[str, int]], int]
@@ -41,7 +42,7 @@ def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes]
     """The graph with an `Output` for each returned value, which says how those of the micro-batches are combined.
     `exact`: returned numbers, as functions of the sizes. Raises CaptureError if one cannot be combined."""
     flow, found = follow(graph), kinds(graph)
-    by_name = {op.name: op for op in graph.ops}
+    by_name, parts = {op.name: op for op in graph.ops}, {name for name, _ in graph.parts}
     mixed = find_mixed(graph, flow, [value for value in values if value not in exact], reduce)
 
     def output(value: str) -> Output:
@@ -52,7 +53,10 @@ def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes]
             return _samples(value, op, graph, flow)
         if kind == SAME and value not in flow.depends:
             return Output(value, None, "same")
-        return Output(value, None, _pooled(value, op, graph, flow, kind, said(graph, value, reduce)))
+        is_sum = kind.reduce is not None and parts & needed(graph, [value]) - {value}
+        return Output(
+            value, None, _pooled(value, op, graph, flow, kind, None if is_sum else said(graph, value, reduce))
+        )
 
     return replace(graph, outputs=tuple(map(output, values)), mixed=mixed)
 
@@ -93,6 +97,10 @@ def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how
         blame = next((one for one in graph.ops if one.name in blame.reads and is_opaque(one)), blame)
     advice = f"if each micro-batch may have one of its own, to be averaged, write reduce={{{name!r}: 'mean'}}"
     advice += " or reduce='mean'" * (value == graph.loss)
+    if value == graph.loss:
+        advice += "; for that of the whole batch, compute it of what the pipe returns: loss_fn(pipe(x), y).backward()"
+    if (part := next(iter(unknown_parts(graph, value)), None)) is not None:
+        advice += f"; for this part of it alone, reduce={{{name_of(part, graph)!r}: 'mean'}}"
     if blame is not None and is_opaque(blame) and not kind.why:
         why = "nothing tells whether it is a mean or a sum over its samples"
         advice = f"write reduce={{{name!r}: 'mean'}} or reduce={{{name!r}: 'sum'}}"

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.nested_values import change
+from fxpipe.capture.tracing.patches.patched import quiet
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, hollow_one
 
@@ -44,8 +45,9 @@ def warm(twins: Twins, call: Call, pieces: Collection[Piece] = ()) -> None:
         running.put_forward(running.twin(piece.opaque.module), piece.forward)
     asked = [piece.asked for piece in pieces]
     before = Snapshot([module for _, module in running.named()])
-    with mode, torch.inference_mode(False), contextlib.suppress(Exception):  # what fails, fails again when traced
-        running.root(*args, **kwargs)
+    with mode, torch.inference_mode(False), quiet("torch._subclasses.fake_tensor"):
+        with contextlib.suppress(Exception):  # what fails, fails again when traced
+            running.root(*args, **kwargs)
     for piece, before_run in zip(pieces, asked, strict=True):
         piece.asked = before_run
     running.give_back_hooks()

@@ -202,17 +202,21 @@ class Pieces:
         return any(piece.asked for piece in self.of.values())
 
     def tell(self) -> None:
-        """Warn of each piece, once."""
+        """Warn of each piece, once; pieces of one class with one reason share a warning."""
+        new: dict[tuple[type, str], list[Opaque]] = {}
         for piece in self.of.values():
             if not piece.told:
                 piece.told = True
-                warnings.warn(_told(piece.opaque), stacklevel=2)
+                new.setdefault((type(piece.opaque.module), piece.opaque.because), []).append(piece.opaque)
+        for alike in new.values():
+            warnings.warn(_told(alike[0], len(alike) - 1), stacklevel=2)
 
 
-def _told(opaque: Opaque) -> str:
+def _told(opaque: Opaque, others: int) -> str:
     if opaque.path:
+        more = f", as {others} more of its class are" if others else ""
         what = "one opaque op that no cut goes through and that runs as plain Python"
-        return f"{opaque} is kept whole: {what}, {opaque.because}"
+        return f"{opaque} is kept whole{more}: {what}, {opaque.because}"
     return (
         f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs as "
         f"plain Python on each micro-batch, {opaque.because}; move these lines into the forward of a submodule, and "

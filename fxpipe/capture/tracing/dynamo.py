@@ -41,10 +41,11 @@ from fxpipe.runtime.interrupts import Interrupts
 from .composite_ops import composed_in_python, one_step
 from .effects.python_effects import PythonEffects, python_effects
 from .effects.recorded_runs import recorded_runs
+from .patches.constant_tensors import folding_constants
 from .patches.context_variables import Contexts, context_variables
 from .patches.gradient_mode import GradientMode, observed_mode
 from .patches.numpy_folding import folding
-from .patches.patched import patched
+from .patches.patched import patched, quiet
 from .patches.record_layers import recorded_layers
 from .patches.saved_variables import saved_variables
 from .patches.training_flags import TrainingFlags, training_flags
@@ -65,9 +66,10 @@ SWITCHED_OFF = (
     "torch.compile is switched off, which reads the model for fxpipe: leave out TORCHDYNAMO_DISABLE and "
     "torch.compiler.set_stance('force_eager')"
 )
+GRADIENT_ASKED = ("setattr() on Tensor.", "Unsupported Tensor.", "intermediate with ")
 # Other ways to trace a model, with parts of the refusals that they may avoid.
 WAYS = {
-    "deep": ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad"),
+    "deep": ("Attempted to call function marked as skipped", *(f"{how}requires_grad" for how in GRADIENT_ASKED)),
     "plain": ("Observed exception",),
 }
 # Methods of loggers that are left out of the trace, as warnings.warn is; libraries add methods to the class.
@@ -262,6 +264,7 @@ class _Configured:
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),
+                folding_constants(),
                 _hooks_are_ops(),
                 saved_variables(),
                 context_variables(contexts),
@@ -270,8 +273,8 @@ class _Configured:
                 recorded_layers(self.equal(), contexts),
                 recorded_runs(),
                 python_effects(self.effects),
-                _quiet("torch._subclasses.fake_tensor"),  # our error says it better
-                _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
+                quiet("torch._subclasses.fake_tensor"),  # our error says it better
+                quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
                 # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.
                 patched(torch._dynamo.guards, profile_guard_manager=lambda *_: 0.0),
             ):
@@ -305,25 +308,16 @@ def _stopped(error: BaseException) -> tuple[tuple[int, ...] | None, Sizes]:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
 def _gradients_that_nobody_gets() -> Iterator[None]:
-    """A context in which `h.requires_grad = True`, which Dynamo refuses, does nothing if h was made in forward. Models
-    do this so that checkpoints work while their first layers are frozen; it changes no visible gradient."""
+    """A context in which `h.requires_grad = True` and `h.requires_grad_()`, which Dynamo refuses, do nothing if h was
+    made in forward. Models do this so that checkpoints work while their first layers are frozen; it changes no visible
+    gradient."""
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
+    values: Any = tensor.TensorVariable
     if not hasattr(kind, "_call_setattr"):  # as in torch 2.11: the refusal stands
         yield
         return
-    refusing = kind._call_setattr
+    refusing, refusing_call = kind._call_setattr, values.method_requires_grad_
 
     def setting(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
         asked = name.is_python_constant() and name.as_python_constant() == "requires_grad"
@@ -333,7 +327,14 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
             return value
         return refusing(self, tx, owner, name, value)
 
-    with patched(kind, _call_setattr=setting):
+    def calling(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        on = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
+        if self.source is not None or on is not True:
+            return refusing_call(self, tx, requires_grad)
+        self.requires_grad = True
+        return self
+
+    with patched(kind, _call_setattr=setting), patched(values, method_requires_grad_=calling):
         yield
 
 

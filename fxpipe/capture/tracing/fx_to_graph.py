@@ -30,6 +30,7 @@ from .dynamo import Traced
 from .effects.op_effects import Step, steps
 from .patches.training_flags import training_flag
 from .placeholders import Builder, add_inputs, add_mode, add_states, define
+from .rewriting.inline_checkpoints import CHECKPOINTED
 from .symbolic_sizes import text, type_of
 from .unmade_tensors import Unmade
 from .value_names import named_sizes
@@ -104,7 +105,8 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     _ops(build, found, env, owner.root)
     outputs = tuple(build.of_node[node] for node in results)
     inputs, sizes, states, ops = tuple(build.inputs), tuple(build.sizes), tuple(build.states), tuple(build.ops)
-    graph = Graph(owner.name, owner.training, inputs, sizes, states, ops, (), ((), {}), None)
+    first = traced.module.meta.get(CHECKPOINTED)
+    graph = Graph(owner.name, owner.training, inputs, sizes, states, ops, (), ((), {}), None, checkpointed=first)
     graph, squeezed = with_named_squeezes(graph)
     if torch.is_grad_enabled():
         graph = with_possible_gradients(graph)

@@ -198,7 +198,9 @@ class Graph:
     - `totals`: a graph that computes, from the inputs of the whole batch, what each micro-batch must know about it,
       such as how many labels count; or None. Its outputs are inputs of this graph, uncut and with an empty path.
     - `mixed`: the ops that mix the samples of a micro-batch, so that outputs are not those of the whole batch.
+    - `parts`: values of which outputs are made, with how the user says that they are combined: "mean" or "sum".
     - `conditions`: conditions on sizes and numbers that a call must meet too, as Python, such as `seq > 4`, or UNKNOWN.
+    - `checkpointed`: where the model asks torch.utils.checkpoint to recompute, which the plan decides here.
     - `fingerprint`: that of the loss function, which must be the same.
     """
 
@@ -215,7 +217,9 @@ class Graph:
     loss: str | None = None
     totals: Graph | None = None
     mixed: tuple[Mixed, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
     conditions: tuple[str, ...] = ()
+    checkpointed: Origin | None = None
     fingerprint: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
@@ -302,9 +306,9 @@ def check(graph: Graph) -> None:
     """Raise ValueError, with the op and the user's line, if the graph is not well-formed: a name is defined twice or
     never, is used before it is defined, or is no identifier; or the loss or result is not made of outputs."""
     known: set[str] = set()
-    given = [i.name for i in graph.inputs] + [s.name for s in graph.sizes] + [s.name for s in graph.states]
-    for name in given:
-        _define(name, known, "an input, size or state")
+    given: tuple[Any, ...] = (*graph.inputs, *graph.sizes, *graph.states)
+    for item in given:
+        _define(item.name, known, "an input, size or state")
     for op in graph.ops:
         for name in (*op.reads, *op.writes):
             if name not in known:
@@ -352,10 +356,8 @@ def _dim(batch_dim: int | None) -> str:
 
 def show_op(op: Op) -> str:
     """One op on one line: `h = linear(x, weight): f32[b, 8]  @ net.py:12  self.fc(x)`."""
-    args = [show_nest(arg) for arg in op.args]
-    args += [f"{key}={show_nest(value)}" for key, value in op.kwargs.items()]
-    marks = [str(region) for region in op.regions]
-    marks += [f"writes {', '.join(op.writes)}"] if op.writes else []
+    args = [*map(show_nest, op.args), *(f"{key}={show_nest(value)}" for key, value in op.kwargs.items())]
+    marks = [*map(str, op.regions), *([f"writes {', '.join(op.writes)}"] if op.writes else [])]
     marks += [f"draw {op.draw}"] if op.random else []
     mark = f"  [{'; '.join(marks)}]" if marks else ""
     return f"{op.name} = {target_name(op.target)}({', '.join(args)}): {op.type}{mark}  @ {op.origin}"
@@ -363,9 +365,7 @@ def show_op(op: Op) -> str:
 
 def target_name(target: Callable[..., Any] | str) -> str:
     """A short name for what an op calls."""
-    if isinstance(target, str):
-        return f".{target}"
-    return str(getattr(target, "__name__", None) or target)
+    return f".{target}" if isinstance(target, str) else str(getattr(target, "__name__", None) or target)
 
 
 def is_opaque(op: Op) -> bool:

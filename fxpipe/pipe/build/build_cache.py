@@ -44,6 +44,7 @@ from . import batch_statistics, sharded_build
 from .build import Build, build
 from .build_report import borrowed_share, dump
 from .call_binding import batch_size, check_even, kind_of, measured, micro_batch_sizes, with_states
+from .checkpoint_choice import tell_of_checkpoints
 from .local_cluster import local_cluster
 from .phase_timing import timed
 
@@ -100,7 +101,7 @@ class BuildCache:
         self.home: Placement | None = None
         self.owners: dict[str, str] = {}
         self.folder = Folder()
-        self._told_statistics = self._told_loans = False
+        self._told_statistics = self._told_loans = self._told_checkpoints = False
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         """The model's result; `run` runs the captured graph. In one process, a model without ops is called as it is."""
@@ -161,6 +162,8 @@ class BuildCache:
         elif made.graph.states is not graph.states:
             made = self.builds[key] = with_states(made, graph)
         self.last = made
+        if not self._told_checkpoints and self.leads() and (graph.loss is not None or graph.training):
+            self._told_checkpoints = tell_of_checkpoints(made.plan, graph)
         if made.batch_norms and not self._told_statistics:
             self._tell_batch_norms(made, batch_size(graph, inputs))
         return made

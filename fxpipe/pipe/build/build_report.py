@@ -81,7 +81,7 @@ def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
     owned = [build.program.state(name) for stage in own for name in stage.states]
     parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
     return (
-        str(sum(len(stage.ops) for stage in own)),
+        str(sum(len(stage.ops) for stage in planned)),
         f"{sum(type.numel({}) for type in parameters):,}",
         show_seconds(cost.forward),
         show_seconds(cost.backward),

@@ -7,9 +7,11 @@ recomputed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, with_modes
 from fxpipe.ir.program.kept_bytes import KeptBytes
@@ -85,3 +87,18 @@ def chosen(
             raise
         return lowered.recomputing(modes)
     return found
+
+
+def tell_of_checkpoints(plan: Plan, graph: Graph) -> bool:
+    """Warn if the model asks for checkpoints that a stage does not make. Returns whether it did."""
+    kept = [str(stage) for stage, one in enumerate(plan.stages) if one.checkpoint == "never"]
+    if graph.checkpointed is None or not kept:
+        return False
+    which = "its stages keep all" if len(kept) == len(plan.stages) else f"stages {', '.join(kept)} keep all"
+    warnings.warn(
+        f"{graph.checkpointed or graph.model}\nthe model asks for checkpoints of activations here. checkpoint= of the "
+        f'pipe decides that in its place, and {which} that backward needs: write checkpoint="always" to recompute '
+        'each stage from what it takes, "except_last" for all but the last micro-batch, or "auto" with memory_limit=',
+        stacklevel=2,
+    )
+    return True

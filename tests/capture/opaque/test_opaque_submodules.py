@@ -1070,3 +1070,58 @@ def test_a_number_of_what_writes_buffers_is_not_the_same_for_all_samples():
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
     assert_alike(pipe, own)
     pipe.close()
+
+
+class FakeFails(nn.Module):
+    """Its op runs, but not on fake tensors: torch logs that as an error. Forward catches it, and has another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.lock = nn.Linear(WIDTH, WIDTH), threading.Lock()
+
+    def forward(self, x):
+        with self.lock:
+            x = self.fc(x)
+        try:
+            return torch.ops.fxpipe_tests.fake_fails(x) + 1
+        except ZeroDivisionError:
+            return x + 1
+
+
+@pytest.fixture(scope="module")
+def fake_fails():
+    library = torch.library.Library("fxpipe_tests", "DEF")
+
+    def fails(x):
+        raise ZeroDivisionError
+
+    library.define("fake_fails(Tensor x) -> Tensor")
+    library.impl("fake_fails", lambda x: x.clone(), "CPU")
+    library.impl("fake_fails", fails, "Meta")
+    yield
+    library._destroy()
+
+
+def test_what_torch_logs_in_a_capture_that_goes_on_is_held_back(fake_fails):
+    said = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = said.append
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with closing(fxpipe.compile(nn.Sequential(FakeFails(), nn.Linear(WIDTH, 2)), devices=2, chunks=2)) as pipe:
+            with torch.no_grad(), contextlib.suppress(fxpipe.FxpipeError):
+                pipe(torch.randn(4, WIDTH))
+    finally:
+        logger.removeHandler(handler)
+    assert not said
+
+
+def test_pieces_of_one_class_share_a_warning():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Branch()) for _ in range(5)))
+    with warnings.catch_warnings(record=True) as said, closing(fxpipe.compile(layers, devices=2, chunks=2)) as pipe:
+        warnings.simplefilter("always")
+        pipe(torch.randn(4, WIDTH))
+    told = [str(one.message) for one in said if "is kept whole" in str(one.message)]
+    assert len(told) == 1
+    assert "0.1 is kept whole, as 4 more of its class are: one opaque op" in told[0]

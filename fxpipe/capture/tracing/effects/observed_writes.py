@@ -53,6 +53,14 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def as_fake(value: Any) -> Any:
+    """What an op made under a fake mode. torch gives `torch.tensor([0.0], device="meta")` a real tensor there, which
+    ops of fake tensors do not take: a fake one is made in its place."""
+    if type(value) is not Tensor or not value.is_meta:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
     """Whether a random op draws nothing, its probability being zero."""
     given = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}

@@ -28,7 +28,7 @@ from fxpipe.capture.tracing.unmade_tensors import MADE, settled
 from fxpipe.ir.graph.graph import Region
 
 from .equal_ops import EqualOps
-from .observed_writes import Effects
+from .observed_writes import Effects, as_fake
 from .recorded_runs import Ran, recorded
 
 ENTER_GRAD = {torch._C._set_grad_enabled}
@@ -175,7 +175,7 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
         return node.meta["example_value"]
     assert callable(node.target)
     try:
-        return node.target(*args, **kwargs)
+        return as_fake(node.target(*args, **kwargs))
     except GuardOnDataDependentSymNode as error:  # Dynamo took the value that a tensor had before forward wrote to it
         raise refusal(error, modules_around(node), line_of(node)) from None
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe.capture.tracing.patches.patched import patched
 
 from .equal_ops import depends_on_arguments, tensors_in
-from .observed_writes import Effects, memory
+from .observed_writes import Effects, as_fake, memory
 
 RAN = "fxpipe_ran"  # the place of a record in a node's `meta`
 SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
@@ -64,7 +64,7 @@ def recorded_runs() -> Iterator[None]:
     def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
         before = _flags(args, kwargs)
         with Effects() as effects:
-            value = running(tracer, node, args, kwargs, nnmodule)
+            value = as_fake(running(tracer, node, args, kwargs, nnmodule))
         if effects.reshaped or before is None or before != _flags(args, kwargs):
             trace.reliable = False
         elif depends_on_arguments(node) and _is_plain(value) and not torch.is_inference_mode_enabled():

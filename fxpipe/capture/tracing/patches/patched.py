@@ -1,7 +1,8 @@
-"""Replaces functions of torch during a capture."""
+"""Replaces functions of torch, and holds back its logs, during a capture."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,3 +27,16 @@ def patched(owner: Any, **functions: Any) -> Iterator[None]:
     finally:
         for name, function in own.items():
             setattr(owner, name, function)
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """A context in which the logger of this name says nothing: what fails is tried in another way, or our error says
+    it better."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -10,14 +10,20 @@ import operator
 
 from torch import fx
 
+from fxpipe.capture.capture_errors import line_of
+from fxpipe.ir.graph.graph import Origin
+
+CHECKPOINTED = "fxpipe_checkpointed"
 BODIES = ("tag_activation_checkpoint", "wrap")
 
 
 def inline_checkpoints(module: fx.GraphModule) -> None:
-    """Replace every call of a body by the body's ops, in place."""
+    """Replace every call of a body by the body's ops, in place. The module's `meta` has the first call under
+    CHECKPOINTED."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or getattr(node.target, "__name__", "") not in BODIES:
             continue
+        module.meta.setdefault(CHECKPOINTED, line_of(node) or Origin("", 0, "", ""))
         body = getattr(module, node.args[0].target)
         inline_checkpoints(body)
         given = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[1:], strict=True))
