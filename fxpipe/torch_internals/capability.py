@@ -1,0 +1,71 @@
+"""What fxpipe needs of torch that is not public, and whether this torch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fxpipe.errors import FxpipeError
+
+TESTED = "2.13, 2.14 and 2.15"
+
+
+@dataclass(eq=False)
+class Capability:
+    """Something that torch does for fxpipe under names that are not public.
+
+    - `what`: what it does, in words for messages.
+    - `names`: the names, in full. One of several that are joined by ` or ` is enough.
+    - `since`: the first version of torch that has them like this.
+    - `without`: what fxpipe does where they are not there.
+    - `check`: asks more than whether the names are there.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    since: str
+    without: str
+    check: Callable[[], bool] | None = None
+
+    @cached_property
+    def there(self) -> bool:
+        """Whether this torch has it."""
+        known = all(any(map(exists, name.split(" or "))) for name in self.names)
+        try:
+            return known and (self.check is None or self.check())
+        except Exception:  # whatever torch raises, it does not do what is asked
+            return False
+
+    def need(self, where: str) -> None:
+        """Raise FxpipeError if torch does not have it. `where`: what cannot be done then."""
+        if not self.there:
+            names = ", ".join(self.names)
+            raise FxpipeError(
+                f"{where} needs of torch: {self.what} ({names}). PyTorch {torch.__version__} does not have it as "
+                f"fxpipe knows it: install one that has been tested, {TESTED}"
+            )
+
+
+def exists(name: str) -> bool:
+    """Whether a full name leads to something."""
+    try:
+        found(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def found(name: str) -> Any:
+    """What a full name of torch's leads to. Raises ImportError or AttributeError."""
+    parts = name.split(".")
+    value: Any = import_module(parts[0])
+    for count, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            import_module(".".join(parts[:count]))  # a module that nobody has imported
+        value = getattr(value, part)
+    return value
