@@ -58,6 +58,7 @@ SETTINGS: dict[str, object] = {
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
     "verbose": False,
+    "issue_3_13_0_warning": False,  # of Python 3.13.0 alone: for whoever makes errors of warnings, it ends the trace
     # What ops make of symbolic sizes takes longer to remember than to make, unless many ops are the same.
     "fake_tensor_cache_enabled": False,
 }
