@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
+from fxpipe.torch_internals.compiling.stage_compiler import left_alone, set_compiler
 
 from .fork_lock import Lock
 from .processes import Processes, Tensors
@@ -34,20 +34,13 @@ def not_compiled(method: F) -> F:
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = eval_frame.set_eval_frame(None)
+        before = set_compiler(None)
         try:
             return method(*args, **kwargs)
         finally:
-            eval_frame.set_eval_frame(before)
+            set_compiler(before)
 
-    marked: Any = run
-    skip: Any = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(
-        marked.__code__, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
-    )
-    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
-    marked._torchdynamo_disable_msg = "it runs a pipeline of fxpipe, which is compiled already"
-    return marked  # type: ignore[no-any-return]
+    return left_alone(run, "it runs a pipeline of fxpipe, which is compiled already")  # type: ignore[no-any-return]
 
 
 def running(method: F) -> F:

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CheckpointError, MaterializeError
+from fxpipe.torch_internals.op_modes import TorchDispatchMode
+from fxpipe.torch_internals.operator_classes import schema
 
 from .saved.tensor_sources import Source, open_source
 
@@ -203,7 +204,7 @@ class Initialising(TorchDispatchMode):
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator of torch writes into."""
-    for at, argument in enumerate(func._schema.arguments):
+    for at, argument in enumerate(schema(func).arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         if argument.is_write and value is not None:
             yield from value if isinstance(value, (list, tuple)) else (value,)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, increment_version
 
 from fxpipe.ir.graph.graph import Op, Ref, Region
@@ -28,6 +27,7 @@ from fxpipe.passes.backward.fake_sizes import Sizes
 from fxpipe.passes.backward.fake_tensors import run_op
 from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class OpTraces:
     @property
     def plain_sizes(self) -> int:
         """How many sizes torch has turned into plain numbers; it may do otherwise since."""
-        return len(self.sizes.env.replacements)
+        return len(self.sizes.symbols.env.replacements)
 
     def form(self, tensor: Tensor) -> Form:
         """The form of a tensor. Raises Inseparable if it is more than a form."""

@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+
+from fxpipe.torch_internals.pytrees import tree_flatten
 
 from .graph import Graph, Op, Origin, called
 

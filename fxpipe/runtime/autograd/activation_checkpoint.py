@@ -29,6 +29,7 @@ from fxpipe.runtime.caller_context import Context
 from fxpipe.runtime.error_notes import add_note
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.written_buffers import instead, keep, scratch
+from fxpipe.torch_internals.autograd_engine import gradients
 
 from .is_recomputing import recomputing
 
@@ -198,10 +199,4 @@ def _backward(
     if not pairs or not inputs:
         return (None,) * len(inputs)
     roots, given = zip(*pairs, strict=True)
-    # torch.autograd.grad(roots, inputs, given, allow_unused=True), without its checks of shapes, which take as long as
-    # the rest for a small stage (30 us, torch 2.13): the engine has checked these gradients on their way here.
-    engine = torch.autograd.Variable._execution_engine
-    found: tuple[Tensor | None, ...] = engine.run_backward(
-        roots, given, False, False, inputs, allow_unreachable=True, accumulate_grad=False
-    )
-    return found
+    return gradients(roots, given, inputs)

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.stage import Stage
+from fxpipe.torch_internals.pytrees import tree_flatten, tree_unflatten
 
 AS_WHOLE = {"shape", "dtype", "ndim"}  # what a placeholder has as the whole parameter has it
 
@@ -130,11 +130,11 @@ class Gathering(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
         read = getattr(getattr(func, "__self__", None), "__name__", "")  # of `x.shape` the "shape"
         if read in AS_WHOLE or not any(id(leaf) in self.held for leaf in leaves):
             return func(*args, **kwargs)
-        args, kwargs = pytree.tree_unflatten(self.whole(leaves), tree)
+        args, kwargs = tree_unflatten(self.whole(leaves), tree)
         return func(*args, **kwargs)
 
     def whole(self, leaves: list[Any]) -> list[Any]:
@@ -203,7 +203,7 @@ def gathering_forward(
             with saved_tensors_hooks(mode.pack, mode.unpack):
                 with mode:
                     results = run(*args)
-                leaves, tree = pytree.tree_flatten(results)  # a stage may give a parameter itself
-                return pytree.tree_unflatten(mode.whole(leaves), tree)
+                leaves, tree = tree_flatten(results)  # a stage may give a parameter itself
+                return tree_unflatten(mode.whole(leaves), tree)
 
     return forward

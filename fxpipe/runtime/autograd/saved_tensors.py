@@ -25,7 +25,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
+
+from fxpipe.torch_internals.autograd_nodes import current_node
 
 Memory = tuple[int, int]  # the address of a storage, unique among those alive, and its bytes
 Place = tuple[int, int]  # a storage, and the offset of a piece of a batch in it, else 0
@@ -104,8 +107,8 @@ class Saved:
         """The tensor, for backward."""
         tensor = kept.give()
         if self._border is not None:
-            node = torch._C._current_autograd_node()
-            if node not in self._border and not isinstance(node, torch._C._FunctionBase):
+            node = current_node()
+            if node not in self._border and not isinstance(node, BackwardCFunction):
                 kept.tensor = None
                 self._gone.append(kept.ref)
         return tensor

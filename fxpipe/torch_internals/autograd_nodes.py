@@ -1,0 +1,39 @@
+"""Which node of autograd runs, and in which order nodes were made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .capability import Capability
+
+CURRENT_NODE = Capability(
+    what="the node of autograd that runs now",
+    names=("torch._C._current_autograd_node",),
+    since="1.13",
+    without="saved tensors live until their whole backward has run; backward as code is refused",
+)
+NODE_NUMBERS = Capability(
+    what="the numbers that autograd gives its nodes",
+    names=("torch.autograd._get_sequence_nr", "torch.autograd.graph.Node._sequence_nr"),
+    since="2.0",
+    without="backward as code is refused",
+)
+
+
+def current_node() -> Any:
+    """The node that this thread runs; None if it runs none, or if that is not known."""
+    return torch._C._current_autograd_node() if CURRENT_NODE.there else None
+
+
+def next_number() -> int:
+    """The number that the next node gets. Raises FxpipeError."""
+    NODE_NUMBERS.need('backward="code"')
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def number_of(node: Any) -> int:
+    """The number of a node; -1 for None."""
+    return -1 if node is None else int(node._sequence_nr())
