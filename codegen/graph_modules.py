@@ -27,7 +27,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import MODE, TensorType, ValueType
 from fxpipe.ir.operators.training_mode import either
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall
-from fxpipe.torch_internals.grad_mode import autocast_calls, set_gradients
+from fxpipe.torch_internals.grad_mode import autocast_calls, gradient_setter
 
 
 class Whole(nn.Module):
@@ -145,12 +145,12 @@ class _Maker:
             same += 1
         while len(opened) > same:
             region, entered = opened.pop()
-            leave = set_gradients if region.kind == "grad" else autocast_calls()[1]
+            leave = gradient_setter() if region.kind == "grad" else autocast_calls()[1]
             self.graph.call_function(leave, (entered,))
         for region in wanted[same:]:
             if region.kind == "grad":
                 entered = self.graph.call_function(torch.is_grad_enabled)
-                self.graph.call_function(set_gradients, region.args)
+                self.graph.call_function(gradient_setter(), region.args)
             else:
                 entered = self.graph.call_function(autocast_calls()[0], region.args)
             opened.append((region, entered))

@@ -35,11 +35,11 @@ from fxpipe.pipe.build.local_cluster import least_seconds
 from fxpipe.pipe.verify import environment
 from fxpipe.runtime.accelerator import present
 from fxpipe.runtime.random import fork_rng
+from fxpipe.torch_internals.capability import HIGHEST, LOWEST, TESTED, capabilities
 
 from .compile import compile
 
 OK, SLOW, BROKEN, NONE = "ok", "slow", "broken", "none"
-TORCH = ((2, 11), (2, 13))  # the oldest and newest tested version
 WAIT = 120  # seconds for processes to find each other
 RANKS = "pipe over ranks by gloo"
 ROOM = 2**28  # bytes that a folder should have free
@@ -63,7 +63,7 @@ class Finding:
 
 def look() -> Iterator[Finding]:
     """The findings about this machine, one by one; the last checks take some seconds."""
-    for check in (versions, cpu, gpus, compiler, threads, shared_memory, temporary_folder, nccl, gloo):
+    for check in (versions, torch_internals, cpu, gpus, compiler, threads, shared_memory, temporary_folder, nccl, gloo):
         yield guarded(check.__name__.replace("_", " "), check)
 
 
@@ -103,11 +103,23 @@ def table(findings: list[Finding]) -> str:
 
 def versions() -> Finding:
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    lowest, highest = (".".join(map(str, version)) for version in TORCH)
-    if not TORCH[0] <= own <= TORCH[1]:
-        todo = f"fxpipe is tested with torch {lowest} to {highest}: install one of them"
-        return Finding(BROKEN, "versions", environment.versions(), todo)
+    todo = f"fxpipe has been tested with torch {TESTED}: "
+    if own < LOWEST:
+        return Finding(BROKEN, "versions", environment.versions(), f"{todo}install one of them")
+    if own > HIGHEST:
+        return Finding(NONE, "versions", environment.versions(), f"{todo}try this one with `fxpipe doctor --run`")
     return Finding(OK, "versions", environment.versions())
+
+
+def torch_internals() -> Finding:
+    """Whether torch has what fxpipe uses of it that is not public."""
+    every = capabilities()
+    missing = [one for one in every if not one.there]
+    if not missing:
+        return Finding(OK, "torch internals", f"all {len(every)} are as fxpipe knows them")
+    text = "; ".join(f"without {one.what}: {one.without}" for one in missing)
+    todo = f"fxpipe has been tested with torch {TESTED}"
+    return Finding(BROKEN if any(one.needed for one in missing) else SLOW, "torch internals", text, todo)
 
 
 def cpu() -> Finding:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from fxpipe.errors import FxpipeError
 
 TESTED = "2.13, 2.14 and 2.15"
+LOWEST, HIGHEST = (2, 13), (2, 15)
 
 
 @dataclass(eq=False)
@@ -24,6 +27,7 @@ class Capability:
     - `since`: the first version of torch that has them like this.
     - `without`: what fxpipe does where they are not there.
     - `check`: asks more than whether the names are there.
+    - `needed`: whether fxpipe does nothing at all without it.
     """
 
     what: str
@@ -31,15 +35,18 @@ class Capability:
     since: str
     without: str
     check: Callable[[], bool] | None = None
+    needed: bool = False
 
     @cached_property
     def there(self) -> bool:
         """Whether this torch has it."""
-        known = all(any(map(exists, name.split(" or "))) for name in self.names)
-        try:
-            return known and (self.check is None or self.check())
-        except Exception:  # whatever torch raises, it does not do what is asked
-            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of modules that are imported now
+            known = all(any(map(exists, name.split(" or "))) for name in self.names)
+            try:
+                return known and (self.check is None or self.check())
+            except Exception:  # whatever torch raises, it does not do what is asked
+                return False
 
     def need(self, where: str) -> None:
         """Raise FxpipeError if torch does not have it. `where`: what cannot be done then."""
@@ -69,3 +76,11 @@ def found(name: str) -> Any:
             import_module(".".join(parts[:count]))  # a module that nobody has imported
         value = getattr(value, part)
     return value
+
+
+def capabilities() -> list[Capability]:
+    """All that fxpipe uses of torch outside of its captures, in the order of their files."""
+    package = import_module("fxpipe.torch_internals")
+    names = (module.name for module in walk_packages(package.__path__, f"{package.__name__}."))
+    values = (value for name in names for value in vars(import_module(name)).values())
+    return list({id(value): value for value in values if isinstance(value, Capability)}.values())

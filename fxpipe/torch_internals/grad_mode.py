@@ -28,7 +28,10 @@ ANY_AUTOCAST = Capability(
     without="each kind of device is asked",
 )
 
-set_gradients: Callable[[bool], object] = torch._C._set_grad_enabled if SETTER.there else torch.set_grad_enabled
+
+def gradient_setter() -> Callable[[bool], object]:
+    """A function that switches gradients on and off in this thread, which an fx.Graph can call."""
+    return torch._C._set_grad_enabled if SETTER.there else torch.set_grad_enabled
 
 
 def autocast_calls() -> tuple[Callable[..., object], Callable[..., object]]:

@@ -12,6 +12,7 @@ OP_MODES = Capability(
     names=("torch.utils._python_dispatch.TorchDispatchMode",),
     since="1.13",
     without="fxpipe does not start: torch's own fake tensors stand on it, so every version has it",
+    needed=True,
 )
 ACTIVE_MODES = Capability(
     what="how many modes see the ops and functions of this thread",

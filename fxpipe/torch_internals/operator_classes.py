@@ -15,11 +15,11 @@ OPERATOR_CLASSES = Capability(
         "torch._ops.OpOverload",
         "torch._ops.OpOverloadPacket",
         "torch._ops.HigherOrderOperator",
-        "torch._ops.OpOverload._schema",
     ),
     since="1.13",
     without="fxpipe does not start: `torch.ops` is made of them",
     check=lambda: torch.ops.aten.relu.default._schema.name == "aten::relu",
+    needed=True,
 )
 PADDING = Capability(
     what="the function that F.pad calls",

@@ -11,6 +11,7 @@ NESTED_VALUES = Capability(
     names=("torch.utils._pytree.tree_flatten",),
     since="1.8",
     without="fxpipe does not start: torch's own modules for tracing import it, so every version has it",
+    needed=True,
 )
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]

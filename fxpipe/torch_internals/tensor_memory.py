@@ -15,6 +15,7 @@ STORAGE_KEY = Capability(
     since="2.0",
     without="fxpipe refuses to run: nothing tells which tensors share memory",
     check=lambda: isinstance(torch.empty(1).untyped_storage()._cdata, int),
+    needed=True,
 )
 USE_COUNT = Capability(
     what="how many hold a storage",

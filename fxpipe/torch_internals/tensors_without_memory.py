@@ -15,6 +15,7 @@ FAKE_TENSORS = Capability(
     names=("torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
     since="1.13",
     without="fxpipe does not start: torch.compile's own tracing stands on them, so every version has them",
+    needed=True,
 )
 SYMBOLIC_SIZES = Capability(
     what="symbols as sizes of tensors without memory",

@@ -22,11 +22,11 @@ import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo import convert_frame, variables
+from torch._dynamo import convert_frame
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import builtin, tensor
+from torch._dynamo.variables import builtin
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -68,7 +68,11 @@ SWITCHED_OFF = (
 )
 # Other ways to trace a model, with parts of the refusals that they may avoid.
 WAYS = {
-    "deep": ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad"),
+    "deep": (
+        "Attempted to call function marked as skipped",
+        "setattr() on Tensor.requires_grad",
+        "returning intermediate with requires_grad_()",  # in its place from torch 2.14 on
+    ),
     "plain": ("Observed exception",),
 }
 # Methods of loggers that are left out of the trace, as warnings.warn is; libraries add methods to the class.
@@ -263,7 +267,6 @@ class _Configured:
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),
-                _hooks_are_ops(),
                 saved_variables(),
                 context_variables(contexts),
                 training_flags(self.flags()),
@@ -272,7 +275,6 @@ class _Configured:
                 recorded_runs(),
                 python_effects(self.effects),
                 _quiet("torch._subclasses.fake_tensor"),  # our error says it better
-                _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
                 # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.
                 patched(torch._dynamo.guards, profile_guard_manager=lambda *_: 0.0),
             ):
@@ -321,7 +323,7 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
     """A context in which `h.requires_grad = True`, which Dynamo refuses, does nothing if h was made in forward. Models
     do this so that checkpoints work while their first layers are frozen; it changes no visible gradient."""
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
-    if not hasattr(kind, "_call_setattr"):  # as in torch 2.11: the refusal stands
+    if not hasattr(kind, "_call_setattr"):  # the refusal stands
         yield
         return
     refusing = kind._call_setattr
@@ -336,30 +338,6 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
 
     with patched(kind, _call_setattr=setting):
         yield
-
-
-@contextmanager
-def _hooks_are_ops() -> Iterator[None]:
-    """A context in which a hook on a value that forward makes is an op of the graph, as from torch 2.13 on. Before,
-    Dynamo applies the hook to the gradient of each micro-batch, which is wrong for a hook that is not linear."""
-    if not hasattr(tensor, "_ApplyBackwardHook"):
-        yield
-        return
-    kind: Any = tensor.TensorVariable
-    hanging = kind._method_register_hook
-
-    def hang(self: Any, tx: Any, name: str, hook: Any) -> Any:
-        if self.source:
-            return hanging(self, tx, name, hook)
-        tx.output.create_proxy("call_function", register_hook, (self.as_proxy(),), {})
-        return variables.RemovableHandleVariable(mutation_type=variables.base.ValueMutationNew())
-
-    with patched(kind, _method_register_hook=hang):
-        yield
-
-
-def register_hook(value: Any) -> None:
-    """Marks a hook on the value in a graph; such a graph is refused and never runs."""
 
 
 @contextmanager

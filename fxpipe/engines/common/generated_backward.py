@@ -18,7 +18,7 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
 from fxpipe.runtime.autograd.contiguous_layout import contiguous, is_contiguous, ordered
 from fxpipe.runtime.caller_context import Context
-from fxpipe.torch_internals.grad_mode import set_gradients
+from fxpipe.torch_internals.grad_mode import gradient_setter
 
 from .kept_values import Kept
 from .step_contract import Gradients
@@ -211,6 +211,7 @@ def run(method: Callable[..., Any], args: Iterable[Any]) -> Any:
     """What the method returns, computed without autograd."""
     if not torch.is_grad_enabled():
         return method(*args)
+    set_gradients = gradient_setter()
     set_gradients(False)  # as torch.no_grad, which takes as long as a small op
     try:
         return method(*args)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.capture.tracing.composite_ops import all_steps
 from fxpipe.codegen.stage.compile_regions import cut
 from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.errors import CompileError
@@ -75,13 +73,6 @@ def define(functions: list[ast.FunctionDef], file: str, known: dict[str, Any]) -
     return known
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """A context in which one piece is compiled, and no other thread draws."""
-    with nobody_draws(), all_steps():
-        yield
-
-
 def name_of(backend: Backend) -> str:
     """The backend's name for messages."""
     return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
@@ -93,7 +84,7 @@ class Piece:
     def __init__(self, kind: type[Stage], eager: FunctionType, backend: Backend) -> None:
         self.kind, self.eager, self.backend = kind, eager, backend
         self.known: tuple[Callable[..., Any], ...] = ()  # kinds of calls
-        self.run = through_compiler(self, eager, inductor if backend == "inductor" else backend, alone)
+        self.run = through_compiler(self, eager, inductor if backend == "inductor" else backend, nobody_draws)
 
     def __call__(self, *args: Any) -> Any:
         try:

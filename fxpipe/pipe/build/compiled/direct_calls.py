@@ -95,7 +95,7 @@ def _has_own_kernel(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return _only_computes(node)
-    tags = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
+    tags = {torch.Tag.pointwise, torch.Tag.reduction}
     own = target.is_view or not tags.isdisjoint(target.tags) or schema(target).name in OWN
     return own and not is_fallback(target)
 
