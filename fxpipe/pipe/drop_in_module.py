@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
-from fxpipe.torch_internals.compiling.stage_compiler import left_alone, set_compiler
+from fxpipe.torch_internals.compiling.stage_compiler import calls_through, left_alone, set_compiler
 
 from .fork_lock import Lock
 from .processes import Processes, Tensors
@@ -89,13 +89,13 @@ class State:
         return self.processes.lock
 
 
+@calls_through(not_compiled)
 class DropInModule(nn.Module):
     """What every pipe is: a module with the parameters, keys, hooks and attributes of `model`, the same objects, but
     another `forward`. All that is not the model's is in one attribute, `_state`."""
 
     model: Any  # an nn.Module, with items and a length if it has them
     _state: State
-    _call_impl = not_compiled(nn.Module._call_impl)  # torch.compile traces calls of modules through this method
 
     def __init_subclass__(cls) -> None:
         for name in RUNNING & vars(cls).keys():

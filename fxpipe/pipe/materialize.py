@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CheckpointError, MaterializeError
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema
+from fxpipe.torch_internals.tensor_memory import memory_key
 
 from .saved.tensor_sources import Source, open_source
 
@@ -220,7 +221,7 @@ def seed_of(seed: int, path: str, draw: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(memory_key(tensor))
 
 
 def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | None) -> None:

@@ -36,6 +36,7 @@ from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.random import fork_rng
 from fxpipe.torch_internals.device_work import keep_busy
 from fxpipe.torch_internals.pytrees import tree_leaves, tree_map
+from fxpipe.torch_internals.tensor_memory import memory_key, storage_key
 
 Values = dict[str, Any]
 AHEAD = 500_000  # cycles of a GPU, for which it waits while the host launches an op
@@ -168,7 +169,7 @@ class _Run:
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage_key(storage)] = storage.nbytes()
             return tensor
 
         leaves, values, stands_for = self.copies(op)
@@ -252,7 +253,7 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 def _memories(nest: Any) -> list[int]:
     """A number for the memory of each tensor, unique among memory that is alive."""
-    return [t.untyped_storage()._cdata for t in _tensors(nest)]
+    return [memory_key(t) for t in _tensors(nest)]
 
 
 def _size(nest: Any) -> int:

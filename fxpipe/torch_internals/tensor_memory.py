@@ -17,6 +17,20 @@ STORAGE_KEY = Capability(
     check=lambda: isinstance(torch.empty(1).untyped_storage()._cdata, int),
     needed=True,
 )
+TENSOR_FACTS = Capability(
+    what="how often a tensor has been written, whether it is a view, and its hooks",
+    names=(
+        "torch.Tensor._version",
+        "torch.Tensor._is_view",
+        "torch.Tensor._is_zerotensor",
+        "torch.Tensor._indices",
+        "torch.Tensor._values",
+        "torch.Tensor._backward_hooks",
+    ),
+    since="1.13",
+    without="fxpipe refuses to run: nothing tells what forward has written",
+    needed=True,
+)
 USE_COUNT = Capability(
     what="how many hold a storage",
     names=("torch._C._storage_Use_Count",),
@@ -40,10 +54,44 @@ def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             one.copy_(value)
 
 
-def storage_key(tensor: Tensor) -> int:
-    """A number that two living tensors have in common if and only if they have the same storage. Raises FxpipeError."""
-    STORAGE_KEY.need("fxpipe")
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number of a living storage, which no other has."""
+    return int(storage._cdata)
+
+
+def memory_key(tensor: Tensor) -> int:
+    """A number that two living tensors have in common if and only if they have the same storage."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that changes when the tensor is written in place; tensors made in inference mode have none: 0."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another one."""
+    return bool(tensor._is_view())
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether the tensor stands for zeros without having memory."""
+    return bool(tensor._is_zerotensor())
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices and values of a sparse tensor, also of one that has several values at an index."""
+    return tensor._indices(), tensor._values()
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has hung a hook on the tensor that sees its gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def has_late_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has hung a hook on the tensor that runs when its gradient is complete."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def is_shared(tensor: Tensor) -> bool:

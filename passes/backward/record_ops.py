@@ -25,6 +25,7 @@ from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema
+from fxpipe.torch_internals.tensor_memory import storage_key
 from fxpipe.torch_internals.tensors_without_memory import python_kernels, unset_fake_temporarily
 
 aten = torch.ops.aten
@@ -79,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names[id(tensor)] = name
         self._alive.append(tensor)
         storage = tensor.untyped_storage()
-        self.memory[name] = self._owners.setdefault(storage._cdata, name), self.sizes.text(storage.nbytes())
+        self.memory[name] = self._owners.setdefault(storage_key(storage), name), self.sizes.text(storage.nbytes())
 
     def fresh(self, wish: str) -> str:
         """A name that is not taken."""

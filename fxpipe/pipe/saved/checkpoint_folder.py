@@ -66,7 +66,7 @@ class Reader(FileSystemReader):
     """torch's reader of a folder. It unpickles the table of contents safely and opens no file outside of the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             with unchanged():
                 metadata: Metadata = Contents(file).load()
         for place in metadata.storage_data.values():

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.runtime.stage import Stage
 from fxpipe.torch_internals.pytrees import tree_flatten, tree_unflatten
+from fxpipe.torch_internals.tensor_memory import memory_key, storage_key
 
 AS_WHOLE = {"shape", "dtype", "ndim"}  # what a placeholder has as the whole parameter has it
 
@@ -78,7 +79,7 @@ class Gathered:
     def add(self, whole: Tensor, one: Sharded) -> None:
         """Note whose memory this is, for as long as a tensor uses it."""
         storage = whole.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
 
         def gone(_: object) -> None:
             del self._live[key]
@@ -92,7 +93,7 @@ class Gathered:
         """The parameter whose memory a tensor uses, or None."""
         if tensor.layout != torch.strided:
             return None
-        found = self._live.get(tensor.untyped_storage()._cdata)
+        found = self._live.get(memory_key(tensor))
         return None if found is None else found[1]
 
 

@@ -63,3 +63,9 @@ def autograd_backend(compile: Callable[..., Any]) -> Callable[..., Any]:
         fw_compiler=compile, bw_compiler=compile, partition_fn=min_cut_rematerialization_partition
     )
     return made
+
+
+def takes_a_list(function: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function, marked as one that takes a list of arguments, which it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function

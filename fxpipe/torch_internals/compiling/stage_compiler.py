@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from fxpipe.torch_internals.capability import Capability
 
@@ -41,7 +42,14 @@ OFF = Capability(
     since="2.7",
     without="torch.compiler.disable does it",
 )
+CALLS = Capability(
+    what="the method of modules through which torch.compile reads calls of them",
+    names=("torch.nn.Module._call_impl",),
+    since="1.5",
+    without="torch.compile of a model with a pipe in it reads the hooks of the pipe too, and stops at its forward",
+)
 # The limits allow many kinds of calls of one piece: with and without gradients or autocast, sizes 1 and others.
+M = TypeVar("M", bound=nn.Module)
 SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
 
@@ -86,6 +94,17 @@ def copy_context(_: Any = None) -> None:
 # Lets something compile what runs in this thread from now on, None: nothing; returns what did. It is torch's function
 # itself, since one of ours would be compiled.
 set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame if OFF.there else lambda compiler: None
+
+
+def calls_through(mark: Callable[[Any], Any]) -> Callable[[type[M]], type[M]]:
+    """A decorator of a class of modules: calls of them go through `mark` of the method that torch has for them."""
+
+    def decorate(kind: type[M]) -> type[M]:
+        if CALLS.there:
+            kind._call_impl = mark(nn.Module._call_impl)  # type: ignore[method-assign]
+        return kind
+
+    return decorate
 
 
 def left_alone(function: Any, because: str) -> Any:

@@ -29,8 +29,8 @@ from torch import Tensor, fx
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.random import nobody_draws
 from fxpipe.runtime.streams import new_stream, use_stream
-from fxpipe.torch_internals.compiling.inductor import autograd_backend
-from fxpipe.torch_internals.tensor_memory import copy_all, storage_key
+from fxpipe.torch_internals.compiling.inductor import autograd_backend, takes_a_list
+from fxpipe.torch_internals.tensor_memory import copy_all, memory_key
 
 NAME = "device_graphs"
 WARMUP = 2  # runs before the one that is recorded: libraries set themselves up in the first, and memory moves
@@ -113,8 +113,7 @@ def recorded(graph: fx.GraphModule, inputs: Sequence[Any]) -> Function:
     def run(args: list[Any]) -> Sequence[Any]:
         return made(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # the name by which torch knows that it takes a list
-    return run
+    return takes_a_list(run)
 
 
 class Recorded:
@@ -177,7 +176,7 @@ class _Graph:
         with recording(device) as self.graph, torch.no_grad():
             found = function(list(inputs))
         same = {id(inputs[k]): k for k in tensors}
-        owners = {storage_key(inputs[k]): k for k in fixed}
+        owners = {memory_key(inputs[k]): k for k in fixed}
         self.results: list[Any] = []  # numbers as they are; of the others None
         self.made: dict[int, Tensor] = {}  # by result, its memory in the graph
         self.given: dict[int, int] = {}  # by result, the argument that it is
@@ -188,7 +187,7 @@ class _Graph:
                 continue
             if id(y) in same:
                 self.given[place] = same[id(y)]
-            elif (owner := owners.get(storage_key(y))) is not None:
+            elif (owner := owners.get(memory_key(y))) is not None:
                 offset = y.storage_offset() - inputs[owner].storage_offset()
                 self.views[place] = owner, (y.size(), y.stride(), offset)
             else:
