@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
+from fxpipe.torch_internals.capability import check_torch
 from fxpipe.torch_internals.compiling.stage_compiler import calls_through, left_alone, set_compiler
 
 from .fork_lock import Lock
@@ -214,7 +215,9 @@ class DropInModule(nn.Module):
 
 
 def check_model(model: Any, function: str) -> None:
-    """Raise PlanError if `model` is no module, is a pipe, or has a pipe among its submodules."""
+    """Raise PlanError if `model` is no module, is a pipe, or has a pipe among its submodules, and FxpipeError if torch
+    does not have what fxpipe needs."""
+    check_torch(f"fxpipe.{function}")
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}; fxpipe.{function} takes an nn.Module")
     if isinstance(model, DropInModule):

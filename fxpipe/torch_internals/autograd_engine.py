@@ -19,7 +19,7 @@ ENGINE = Capability(
     what="run a backward without its checks",
     names=("torch.autograd.Variable._execution_engine.run_backward",),
     since="1.8",
-    without="torch.autograd.backward and torch.autograd.grad do it, which takes longer",
+    without="torch.autograd.backward and torch.autograd.grad do it, slower; schedules that split it are refused",
 )
 
 Root = Tensor | GradientEdge

@@ -12,13 +12,13 @@ CURRENT_NODE = Capability(
     what="the node of autograd that runs now",
     names=("torch._C._current_autograd_node",),
     since="1.13",
-    without="saved tensors live until their whole backward has run; backward as code is refused",
+    without="saved tensors live until their whole backward has run; backwards as code may not show the model's lines",
 )
 NODE_NUMBERS = Capability(
     what="the numbers that autograd gives its nodes",
     names=("torch.autograd._get_sequence_nr", "torch.autograd.graph.Node._sequence_nr"),
     since="2.0",
-    without="backward as code is refused",
+    without="backwards as code may not show the model's lines",
 )
 
 
@@ -28,12 +28,10 @@ def current_node() -> Any:
 
 
 def next_number() -> int:
-    """The number that the next node gets. Raises FxpipeError."""
-    NODE_NUMBERS.need('backward="code"')
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
+    """The number that the next node gets; 0 if that is not known."""
+    return int(torch.autograd._get_sequence_nr()) if NODE_NUMBERS.there else 0  # type: ignore[attr-defined]
 
 
 def number_of(node: Any) -> int:
-    """The number of a node; -1 for None."""
-    return -1 if node is None else int(node._sequence_nr())
+    """The number of a node; -1 for None, or if that is not known."""
+    return int(node._sequence_nr()) if node is not None and NODE_NUMBERS.there else -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from pkgutil import walk_packages
 from typing import Any
@@ -84,3 +84,15 @@ def capabilities() -> list[Capability]:
     names = (module.name for module in walk_packages(package.__path__, f"{package.__name__}."))
     values = (value for name in names for value in vars(import_module(name)).values())
     return list({id(value): value for value in values if isinstance(value, Capability)}.values())
+
+
+@cache
+def needed() -> tuple[Capability, ...]:
+    """Those without which fxpipe does nothing."""
+    return tuple(one for one in capabilities() if one.needed)
+
+
+def check_torch(what: str) -> None:
+    """Raise FxpipeError if torch does not have what fxpipe needs for anything. `what`: who asks, for the message."""
+    for one in needed():
+        one.need(what)

@@ -109,7 +109,7 @@ class Saved:
         tensor = kept.give()
         if self._border is not None:
             node = current_node()
-            if node not in self._border and not isinstance(node, BackwardCFunction):
+            if node is not None and node not in self._border and not isinstance(node, BackwardCFunction):
                 kept.tensor = None
                 self._gone.append(kept.ref)
         return tensor

@@ -31,7 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from fxpipe.torch_internals.autograd_engine import add_gradients, gradients
+from fxpipe.torch_internals.autograd_engine import ENGINE, add_gradients, gradients
 
 from .saved_tensors import Saved
 
@@ -71,6 +71,7 @@ def input_gradient(
     second half does not need are freed. Both halves run on the stream of forward. `grads` must not be written before
     the second half has run, which may use them.
     """
+    ENGINE.need("a schedule that splits backward")  # torch.autograd.grad refuses gradients that are to be summed
     wanted = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
     pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
     if not wanted:
