@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -40,13 +39,11 @@ class Capability:
     @cached_property
     def there(self) -> bool:
         """Whether this torch has it."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of modules that are imported now
-            known = all(any(map(exists, name.split(" or "))) for name in self.names)
-            try:
-                return known and (self.check is None or self.check())
-            except Exception:  # whatever torch raises, it does not do what is asked
-                return False
+        known = all(any(map(exists, name.split(" or "))) for name in self.names)
+        try:
+            return known and (self.check is None or self.check())
+        except Exception:  # whatever torch raises, it does not do what is asked
+            return False
 
     def need(self, where: str) -> None:
         """Raise FxpipeError if torch does not have it. `where`: what cannot be done then."""
@@ -62,7 +59,7 @@ def exists(name: str) -> bool:
     """Whether a full name leads to something."""
     try:
         found(name)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, Warning):  # the last where warnings are errors, and a module warns
         return False
     return True
 
