@@ -13,12 +13,11 @@ torch's generator. The `meta` of an op has the user's line ("stack_trace"), its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 import fxpipe.runtime
 from fxpipe.codegen.scheduler.value_locations import torch_device
@@ -28,6 +27,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import MODE, TensorType, ValueType
 from fxpipe.ir.operators.training_mode import either
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall
+from fxpipe.torch_internals.grad_mode import autocast_calls, gradient_setter
 
 
 class Whole(nn.Module):
@@ -145,14 +145,14 @@ class _Maker:
             same += 1
         while len(opened) > same:
             region, entered = opened.pop()
-            leave: Callable[..., Any] = torch._C._set_grad_enabled if region.kind == "grad" else _exit_autocast
+            leave = gradient_setter() if region.kind == "grad" else autocast_calls()[1]
             self.graph.call_function(leave, (entered,))
         for region in wanted[same:]:
             if region.kind == "grad":
                 entered = self.graph.call_function(torch.is_grad_enabled)
-                self.graph.call_function(torch._C._set_grad_enabled, region.args)
+                self.graph.call_function(gradient_setter(), region.args)
             else:
-                entered = self.graph.call_function(_enter_autocast, region.args)
+                entered = self.graph.call_function(autocast_calls()[0], region.args)
             opened.append((region, entered))
 
     def _op(self, op: Op, known: Mapping[str, Any]) -> Any:

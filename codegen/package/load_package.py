@@ -28,6 +28,7 @@ from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.runtime.accelerator import count, has_streams
 from fxpipe.runtime.stage import sources_of
+from fxpipe.torch_internals.moved_tensors import become, can_share_memory
 
 
 class _Uncached(SourceFileLoader):
@@ -254,12 +255,12 @@ def _move(tensor: Tensor, device: torch.device) -> None:
     if tensor.device == device:
         return
     data, grad = tensor.data.to(device), tensor.grad
-    if torch._has_compatible_shallow_copy_type(tensor, data):
+    if can_share_memory(tensor, data):
         tensor.data = data
         if grad is not None:
             grad.data = grad.data.to(device)
         return
-    # To and from devices that are not torch's own, two tensor objects exchange what they hold. `swap_tensors` refuses
-    # tensors with weak references, as nn.LSTM has to its weights; here these shall refer to what has moved.
-    torch._C._swap_tensor_impl(tensor, data.requires_grad_(tensor.requires_grad))
+    # To and from devices that are not torch's own, two tensor objects exchange what they hold, and weak references, as
+    # nn.LSTM has to its weights, refer to what has moved.
+    become(tensor, data.requires_grad_(tensor.requires_grad))
     tensor.grad = None if grad is None else grad.to(device)

@@ -23,6 +23,7 @@ from fxpipe.codegen.text.number_text import module_of, number
 from fxpipe.codegen.text.source_names import member, string
 from fxpipe.ir.graph.graph import Ref, Struct
 from fxpipe.ir.program.program import OwnDevice, RuntimeCall
+from fxpipe.torch_internals.operator_classes import HigherOrderOperator, OpOverload, OpOverloadPacket, padding
 
 Names = Callable[[str], str]  # what a value or state is called in the source: `x_1`, `self.conv.weight`
 
@@ -51,7 +52,7 @@ def _public_names() -> dict[int, str]:
             ours = prefix_ != "F" or not isinstance(item, type)
             if ours and not inspect.ismodule(item):
                 names.setdefault(id(item), f"{prefix_}.{name}")
-    names[id(torch._C._nn.pad)] = "F.pad"  # what F.pad itself calls, and what is captured
+    names[id(padding())] = "F.pad"
     return names
 
 
@@ -63,9 +64,9 @@ def spell(target: Any) -> Spelling:
         return Spelling(public, _MODULES.get(public.partition(".")[0], "torch"))
     if isinstance(target, RuntimeCall):
         return Spelling(target.name, "")  # the stage imports it beside its base class
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return Spelling(f"torch.ops.{target}", "torch")
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return Spelling(f"torch.ops.higher_order.{target}", "torch")
     return _spell_by_import(target)
 

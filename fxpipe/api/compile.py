@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import nn
 
+from fxpipe.api.self_check import check_once
 from fxpipe.errors import PlanError
 from fxpipe.ir import dataclass_json
 from fxpipe.ir.cluster.cluster import Cluster
@@ -194,13 +195,11 @@ def compile(
     - `timeout`: seconds after which a rank that does not answer counts as lost; while ranks compile, an hour more.
     - `check_inputs`: with a group, raise an error if ranks are given different values of the same argument.
 
-    Raises PlanError for invalid or unknown options; at the first call CaptureError or InputError, CompileError if a
-    stage cannot be compiled, or PlanError, with the name of the function, if a transform or pass returns what it must
-    not.
+    Raises PlanError for invalid or unknown options, FxpipeError for a torch that is not right; at the first call
+    CaptureError, InputError, CompileError of a stage, or PlanError for what a transform or pass returns, with its name.
 
     >>> import torch, fxpipe
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     >>> pipe = fxpipe.compile(model, devices=2, chunks=4)
     >>> x = torch.randn(8, 4)
     >>> torch.allclose(pipe(x), model(x), atol=1e-6)
@@ -211,6 +210,7 @@ def compile(
     refuse_unknown("fxpipe.compile", unknown, (*asked, "example_inputs", "group", "timeout", "check_inputs"))
     check_values(COMPILE, {"timeout": timeout, "check_inputs": check_inputs})
     check_model(model, "compile")
+    check_once(compile)
     world = find_world(devices, group, timeout)
     options = read_options(asked if world is None else asked | {"devices": world.labels}, world is not None)
     if world is None:

@@ -34,14 +34,15 @@ from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.build.local_cluster import least_seconds
 from fxpipe.pipe.verify import environment
 from fxpipe.runtime.accelerator import present
-from fxpipe.runtime.random import fork_rng
+from fxpipe.torch_internals.capability import LOWEST, TESTED, capabilities
 
 from .compile import compile
+from .self_check import WAYS, attempt, is_untested, small_model
 
 OK, SLOW, BROKEN, NONE = "ok", "slow", "broken", "none"
-TORCH = ((2, 11), (2, 13))  # the oldest and newest tested version
 WAIT = 120  # seconds for processes to find each other
 RANKS = "pipe over ranks by gloo"
+RIGHT = "a call and a step of a small model have the plain model's results"
 ROOM = 2**28  # bytes that a folder should have free
 
 
@@ -63,7 +64,7 @@ class Finding:
 
 def look() -> Iterator[Finding]:
     """The findings about this machine, one by one; the last checks take some seconds."""
-    for check in (versions, cpu, gpus, compiler, threads, shared_memory, temporary_folder, nccl, gloo):
+    for check in (versions, torch_internals, cpu, gpus, compiler, threads, shared_memory, temporary_folder, nccl, gloo):
         yield guarded(check.__name__.replace("_", " "), check)
 
 
@@ -82,6 +83,8 @@ def run() -> Iterator[Finding]:
             yield Finding(NONE, what, "not tried without a C++ compiler")
         else:
             yield guarded(what, partial(verified, devices, backend, what))
+    for way in WAYS:
+        yield guarded(way, partial(tried, way))
     yield guarded(RANKS, lambda: ranks("step", "two ranks have the plain model's loss and gradients"))
 
 
@@ -103,11 +106,23 @@ def table(findings: list[Finding]) -> str:
 
 def versions() -> Finding:
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    lowest, highest = (".".join(map(str, version)) for version in TORCH)
-    if not TORCH[0] <= own <= TORCH[1]:
-        todo = f"fxpipe is tested with torch {lowest} to {highest}: install one of them"
-        return Finding(BROKEN, "versions", environment.versions(), todo)
+    todo = f"fxpipe has been tested with torch {TESTED}: "
+    if own < LOWEST:
+        return Finding(BROKEN, "versions", environment.versions(), f"{todo}install one of them")
+    if is_untested():
+        return Finding(NONE, "versions", environment.versions(), f"{todo}try this one with `fxpipe doctor --run`")
     return Finding(OK, "versions", environment.versions())
+
+
+def torch_internals() -> Finding:
+    """Whether torch has what fxpipe uses of it that is not public."""
+    every = capabilities()
+    missing = [one for one in every if not one.there]
+    if not missing:
+        return Finding(OK, "torch internals", f"all {len(every)} are as fxpipe knows them")
+    text = "; ".join(f"without {one.what}: {one.without}" for one in missing)
+    todo = f"fxpipe has been tested with torch {TESTED}"
+    return Finding(BROKEN if any(one.needed for one in missing) else SLOW, "torch internals", text, todo)
 
 
 def cpu() -> Finding:
@@ -263,20 +278,6 @@ def ranks(kind: str, text: str) -> Finding:
 # A small model --------------------------------------------------------------------------------------------------------
 
 
-def small_model() -> nn.Sequential:
-    with fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(32, 64),
-            nn.GELU(),
-            nn.Dropout(0.1),
-            nn.Linear(64, 64),
-            nn.LayerNorm(64),
-            nn.ReLU(),
-            nn.Linear(64, 8),
-        )
-
-
 def verified(devices: list[str], backend: str = "", what: str = "pipe") -> Finding:
     """A step and a call of a small model on these devices."""
     x = torch.linspace(-1, 1, 16 * 32).sin().view(16, 32)
@@ -292,3 +293,10 @@ def verified(devices: list[str], backend: str = "", what: str = "pipe") -> Findi
         return Finding(BROKEN, what, str(report), "Save this with pipe.verify(...).save(path) for an issue")
     seconds = time.perf_counter() - start
     return Finding(OK, what, f"{len(report.compared)} results are the plain model's, in {seconds:.1f} s")
+
+
+def tried(way: str) -> Finding:
+    """What the check of a torch that has not been tested says of one way."""
+    wrong = attempt(compile, WAYS[way])
+    todo = f"fxpipe has been tested with torch {TESTED}"
+    return Finding(BROKEN, way, wrong, todo) if wrong else Finding(OK, way, RIGHT)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .compile import compile
-from .doctor import WAIT, small_model
+from .doctor import WAIT
+from .self_check import small_model
 
 
 def main(kind: str) -> None:

@@ -90,8 +90,8 @@ ADVICE = (
         "pass what changes from call to call as a tensor, or make fewer kinds of calls",
     ),
 )
-# What the model itself raised; torch 2.11 shows its arguments as Dynamo sees them.
-OWN_ERRORS = r"(?:got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\2(?:,?\)|\)\]\))"
+# What the model itself raised.
+OWN_ERRORS = r"(?:got|raised exception) (\w+)\((['\"])(.*?)\2,?\)"
 
 
 # The source of each symbol in torch's messages, by Dynamo's name; (name, dim) for the size of a tensor.

@@ -15,10 +15,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
+from fxpipe.torch_internals.capability import check_torch
+from fxpipe.torch_internals.compiling.stage_compiler import calls_through, left_alone, set_compiler
 
 from .fork_lock import Lock
 from .processes import Processes, Tensors
@@ -35,20 +36,13 @@ def not_compiled(method: F) -> F:
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = eval_frame.set_eval_frame(None)
+        before = set_compiler(None)
         try:
             return method(*args, **kwargs)
         finally:
-            eval_frame.set_eval_frame(before)
+            set_compiler(before)
 
-    marked: Any = run
-    skip: Any = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(
-        marked.__code__, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
-    )
-    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
-    marked._torchdynamo_disable_msg = "it runs a pipeline of fxpipe, which is compiled already"
-    return marked  # type: ignore[no-any-return]
+    return left_alone(run, "it runs a pipeline of fxpipe, which is compiled already")  # type: ignore[no-any-return]
 
 
 def running(method: F) -> F:
@@ -102,13 +96,13 @@ class NothingToTrain(nn.Parameter):
     list, and the script is the same on all ranks."""
 
 
+@calls_through(not_compiled)
 class DropInModule(nn.Module):
     """What every pipe is: a module with the parameters, keys, hooks and attributes of `model`, the same objects, but
     another `forward`. All that is not the model's is in one attribute, `_state`."""
 
     model: Any  # an nn.Module, with items and a length if it has them
     _state: State
-    _call_impl = not_compiled(nn.Module._call_impl)  # torch.compile traces calls of modules through this method
 
     def __init_subclass__(cls) -> None:
         for name in RUNNING & vars(cls).keys():
@@ -242,7 +236,9 @@ class DropInModule(nn.Module):
 
 
 def check_model(model: Any, function: str) -> None:
-    """Raise PlanError if `model` is no module, is a pipe, or has a pipe among its submodules."""
+    """Raise PlanError if `model` is no module, is a pipe, or has a pipe among its submodules, and FxpipeError if torch
+    does not have what fxpipe needs."""
+    check_torch(f"fxpipe.{function}")
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}; fxpipe.{function} takes an nn.Module")
     if isinstance(model, DropInModule):

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CheckpointError, MaterializeError
+from fxpipe.torch_internals.op_modes import TorchDispatchMode
+from fxpipe.torch_internals.operator_classes import schema
+from fxpipe.torch_internals.tensor_memory import memory_key
 
 from .saved.tensor_sources import Source, based, open_source
 
@@ -207,7 +209,7 @@ class Initialising(TorchDispatchMode):
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator of torch writes into."""
-    for at, argument in enumerate(func._schema.arguments):
+    for at, argument in enumerate(schema(func).arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         if argument.is_write and value is not None:
             yield from value if isinstance(value, (list, tuple)) else (value,)
@@ -223,7 +225,7 @@ def seed_of(seed: int, path: str, draw: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(memory_key(tensor))
 
 
 def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | None) -> None:

@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpipe.ir.graph.evaluate_graph import call, enter
 from fxpipe.ir.graph.graph import Graph, Op
@@ -35,6 +34,9 @@ from fxpipe.ir.graph.model_devices import capture_device, relocate
 from fxpipe.ir.plan.profile import OpCost, Profile
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.random import fork_rng
+from fxpipe.torch_internals.device_work import keep_busy
+from fxpipe.torch_internals.pytrees import tree_leaves, tree_map
+from fxpipe.torch_internals.tensor_memory import memory_key, storage_key
 
 Values = dict[str, Any]
 AHEAD = 500_000  # cycles of a GPU, for which it waits while the host launches an op
@@ -167,7 +169,7 @@ class _Run:
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage_key(storage)] = storage.nbytes()
             return tensor
 
         leaves, values, stands_for = self.copies(op)
@@ -208,8 +210,7 @@ def _timed(here: torch.device, work: Callable[[], T]) -> tuple[T, float]:
         return work(), time.perf_counter() - started
     with torch.accelerator.device_index(here.index):
         start, end = (torch.Event(here, enable_timing=True) for _ in range(2))
-        if here.type == "cuda":  # else the device would wait for the host to launch the work, and that would count
-            torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
+        keep_busy(here, AHEAD)  # else the device would wait for the host to launch the work, and that would count
         start.record()
         result = work()
         end.record()
@@ -252,7 +253,7 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 def _memories(nest: Any) -> list[int]:
     """A number for the memory of each tensor, unique among memory that is alive."""
-    return [t.untyped_storage()._cdata for t in _tensors(nest)]
+    return [memory_key(t) for t in _tensors(nest)]
 
 
 def _size(nest: Any) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpipe.torch_internals.grad_mode import autocast_is_on
+
 from .accelerator import kinds
 
 
@@ -64,7 +66,7 @@ PLAIN = Context(grad=True, inference=False, autocasts=())
 
 def current_context() -> Context:
     """The modes of this thread."""
-    if not torch._C._is_any_autocast_enabled():
+    if not autocast_is_on():
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return PLAIN if grad and not inference else Context(grad, inference, ())
     casts = [

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxpipe.torch_internals.tensor_memory import version_of
+
 COUNTER = "num_batches_tracked"
 Call = tuple[int, int]  # the number of a call in a forward, and its number inside of a submodule that is kept whole
 
@@ -149,11 +151,11 @@ def run_deferring(
     given = list(tensors)
     for i in at:
         given[i] = _count_before(tensors[i], call).clone()
-    statistics = [(tensors[i], tensors[i]._version, name) for i, name in enumerate(run.names) if _is_statistic(name)]
+    statistics = [(tensors[i], version_of(tensors[i]), name) for i, name in enumerate(run.names) if _is_statistic(name)]
     with Deferring(call, tensors):
         result = run(given, args, kwargs)
     for tensor, version, name in statistics:
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise RuntimeError(
                 f"{run} changes {name} itself, once for each micro-batch, which cannot be deferred to the end of the "
                 "batch; leave that to F.batch_norm, or compile without deferred_batch_norm"

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from fxpipe.torch_internals.pytrees import tree_leaves, tree_map
 
 from .stage import Stage
 
@@ -65,12 +66,12 @@ class Parts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         if writes(func) and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
-            return func(*pytree.tree_map(self.plain, args), **pytree.tree_map(self.plain, kwargs))
-        args, kwargs = pytree.tree_map(self.lift, (args, kwargs))
-        return pytree.tree_map(self.settle, func(*args, **kwargs))
+            return func(*tree_map(self.plain, args), **tree_map(self.plain, kwargs))
+        args, kwargs = tree_map(self.lift, (args, kwargs))
+        return tree_map(self.settle, func(*args, **kwargs))
 
     def lift(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -104,7 +105,7 @@ def compute_sharded(stage: Stage, layouts: Mapping[str, Layout]) -> Forward:
         with whole_tensors(stage, layouts):
             with parts:
                 found = run(*args)
-            return pytree.tree_map(parts.plain, found)
+            return tree_map(parts.plain, found)
 
     return forward
 

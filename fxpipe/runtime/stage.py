@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.runtime.autograd.backward_notes import watch
+from fxpipe.torch_internals.tensor_memory import version_of
 
 from .deferred_norms import run_deferring
 
@@ -319,8 +320,3 @@ def copied(tensor: Tensor, device: torch.device, region: tuple[slice, ...] | Non
     it."""
     with torch.inference_mode(False), torch.enable_grad():
         return (tensor if region is None else tensor[region]).to(device)
-
-
-def version_of(tensor: Tensor) -> int:
-    """A number that changes when the tensor is written in place; tensors made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version

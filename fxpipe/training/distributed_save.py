@@ -42,6 +42,7 @@ from fxpipe.pipe.ranks.rank_consistency import on_each
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.saved.checkpoint_folder import being_written
 from fxpipe.runtime.interrupts import Interrupts, ignore
+from fxpipe.torch_internals.process_groups import default_store
 
 OverRanks = RankPipe | LoadedRanks
 TABLE = ".metadata"  # torch.distributed.checkpoint writes this file last
@@ -78,19 +79,13 @@ def savers_of(model: nn.Module) -> Savers:
         return Savers(
             model.place,
             partial(model.collect_all, call="save_checkpoint"),
-            default_store(),
+            default_store(),  # who holds it may use it after the process group is destroyed
             lost=lambda: world.lost is not None,
             timeout=world.timeout,
         )
     if isinstance(model, DropInModule) or not dist.is_initialized():
         return Savers(0, lambda value: [value])
     return Savers(dist.get_rank(), gathered, default_store())
-
-
-def default_store() -> Any:
-    """The store of torch.distributed. Who holds it may use it after the process group is destroyed."""
-    c10d: Any = dist.distributed_c10d
-    return c10d._get_default_store()
 
 
 def gathered(value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import prod
+from math import fsum, prod
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
@@ -101,7 +101,7 @@ def _sheet(layout: _Layout, width: float) -> _Sheet:
     heights = [0] * ((layout.columns - 1) // line + 1)
     for column, row in layout.places.values():
         heights[column // line] = max(heights[column // line], row + 1)
-    tops = [TOP + down * sum(heights[:at]) + MARGIN * at for at in range(len(heights))]
+    tops = [TOP + down * fsum(heights[:at]) + MARGIN * at for at in range(len(heights))]
     spots = {
         name: (left + across * (column % line), tops[column // line] + down * row)
         for name, (column, row) in layout.places.items()

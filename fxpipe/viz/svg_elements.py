@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from math import fsum
 
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -63,7 +64,7 @@ def text_width(text: str, size: float = 12, mono: bool = False) -> float:
     if mono:
         return size * 0.62 * len(text)
     narrow, wide = set("iljtfr.,:;|!'()[] "), set("mwMW@%")
-    return size * sum(0.34 if c in narrow else 0.9 if c in wide else 0.61 for c in text)
+    return size * fsum(0.34 if c in narrow else 0.9 if c in wide else 0.61 for c in text)
 
 
 def shade(kind: str, position: float) -> str:

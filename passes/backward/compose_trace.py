@@ -21,6 +21,7 @@ from fxpipe.passes.backward.op_traces import OpTrace, Recording
 from fxpipe.passes.backward.record_ops import marked_draws
 from fxpipe.passes.backward.tensor_forms import Form, Gradients, Inseparable, Place, Value, map_values
 from fxpipe.passes.backward.traces import Piece, Shapes, Task, Trace, roots
+from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ComposedTracing:
     its own trace tells."""
 
     def __init__(self, task: Task) -> None:
-        if any(isinstance(op.target, torch._ops.HigherOrderOperator) for op in task.stage.ops):
+        if any(isinstance(op.target, HigherOrderOperator) for op in task.stage.ops):
             raise Inseparable
         self.task, self.recorder, self.traces = task, task.recorder, task.traces
         self.values: dict[str, Any] = {}

@@ -17,11 +17,9 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
+from fxpipe.torch_internals.tensors_without_memory import Symbols
 
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 SMALL = (3, 5, 7, 11, 13)
@@ -56,9 +54,8 @@ class Sizes:
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
         self._held: dict[sympy.Expr, bool] = {}
-        self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-        self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.fake.cache_enabled = not symbolic  # to make an entry costs more than it saves where shapes are symbols
+        self.symbols = Symbols(cached=not symbolic)  # an entry costs more than it saves where shapes are symbols
+        self.fake = self.symbols.fake
         self.numbers: dict[Any, str] = {}
         self.guessed = False
         primes = SMALL if small else (*PRIMES, *SMALLER)
@@ -95,13 +92,9 @@ class Sizes:
         return all(holds(condition, numbers) for condition in self.known)
 
     def _symbol(self, name: str, prime: int) -> Any:
-        source = ConstantSource(name)
-        symbol = self.env.create_symbol(
-            prime, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=True,
-            do_not_specialize_zero_one=True,
-        )  # fmt: skip
+        symbol, size = self.symbols.size(name, prime)
         self._named[symbol] = sympy.Symbol(name, integer=True)
-        return self.env.create_symintnode(symbol, hint=prime, source=source)
+        return size
 
     def shape(self, kind: TensorType) -> list[Any]:
         """The shape of a type, with symbols."""
@@ -139,20 +132,20 @@ class Sizes:
     def untouched(self) -> bool:
         """Whether another stage may be traced with these sizes: torch has found out nothing about them that does not
         hold for all."""
-        return not (self.numbers or self.env.replacements or self.conditions()) and (
-            self.env.var_to_range.keys() <= self._named.keys()
+        return not (self.numbers or self.symbols.env.replacements or self.conditions()) and (
+            self.symbols.env.var_to_range.keys() <= self._named.keys()
         )
 
     @property
     def specialised(self) -> bool:
         """Whether a size is a number, torch has turned it into one, or a number was taken for a size and may not be."""
-        return not self.symbolic or bool(self.env.replacements) or self.guessed
+        return not self.symbolic or bool(self.symbols.env.replacements) or self.guessed
 
     def conditions(self) -> list[str]:
         """What torch has found out about sizes on the way, and what does not hold for all of them. Sizes of 1 are left
         out: torch asks for them because of strides and broadcasting, which change no value here."""
         found = []
-        for guard in self.env.guards:
+        for guard in self.symbols.env.guards:
             if not self._always(guard.expr):
                 equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
                 if not equal:  # where the size has become a number, see `specialised`

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, increment_version
 
 from fxpipe.ir.graph.graph import Op, Ref, Region
@@ -28,6 +27,8 @@ from fxpipe.passes.backward.fake_sizes import Sizes
 from fxpipe.passes.backward.fake_tensors import run_op
 from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
+from fxpipe.torch_internals.tensor_memory import is_view, is_zero_tensor
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class OpTraces:
     @property
     def plain_sizes(self) -> int:
         """How many sizes torch has turned into plain numbers; it may do otherwise since."""
-        return len(self.sizes.env.replacements)
+        return len(self.sizes.symbols.env.replacements)
 
     def form(self, tensor: Tensor) -> Form:
         """The form of a tensor. Raises Inseparable if it is more than a form."""
         if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or tensor.constant is not None:
             raise Inseparable
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
             raise Inseparable
         shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         numbers = tuple(map(self._number, (*shape, *strides, offset)))
@@ -262,7 +263,7 @@ class OpTrace:
             new = item.requires_grad and id(item) not in self.places
             if id(item) not in names or (new and (item.is_leaf or not graded)):
                 raise Inseparable
-            if new and item._is_view() and memory[names[id(item)]][0] in changed:
+            if new and is_view(item) and memory[names[id(item)]][0] in changed:
                 raise Inseparable
 
     def _place(self, tensor: Tensor) -> Place:
@@ -273,7 +274,7 @@ class OpTrace:
         return self.places[id(tensor)]
 
     def _given(self, tensor: Tensor, again: int | None = None) -> Given:
-        return Given(self.recorder.names[id(tensor)], self.traces.form(tensor), tensor._is_view(), again)
+        return Given(self.recorder.names[id(tensor)], self.traces.form(tensor), is_view(tensor), again)
 
     def _later(self) -> None:
         """What the tensors are called when backward runs; it tells when it has the gradient of one."""

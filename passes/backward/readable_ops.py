@@ -14,6 +14,7 @@ import torch
 from fxpipe.ir.graph.graph import Op, Ref, rename
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.torch_internals.operator_classes import OpOverload, overload_name, schema
 
 aten = torch.ops.aten
 _OPERATORS: dict[Any, Callable[..., Any]] = {
@@ -40,7 +41,7 @@ _RESHAPES = ("view", "reshape")
 def readable(op: Op) -> Op:
     """The op by a name from torch's documentation, if it has one; it calls the same function of the dispatcher."""
     func = op.target
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return op
     plain = _without_defaults(func, op.kwargs)
     if func in _OPERATORS and not plain and len(op.args) <= 2 and isinstance(op.args[0], Ref):
@@ -55,11 +56,11 @@ def readable(op: Op) -> Op:
         start, stop, *step = op.args[2:]
         cut = slice(start or None, None if stop == sys.maxsize else stop, *(step if step != [1] else ()))
         return replace(op, target=operator.getitem, args=(op.args[0], (*[slice(None)] * op.args[1], cut)), kwargs={})
-    name = func._schema.name.partition("::")[2]
+    name = schema(func).name.partition("::")[2]
     skips = any(isinstance(argument, list) and None in argument for argument in op.args)  # torch.index_put refuses it
-    if func.namespace == "aten" and name[0] != "_" and hasattr(torch._C._VariableFunctions, name) and not skips:
+    if func.namespace == "aten" and name[0] != "_" and callable(getattr(torch, name, None)) and not skips:
         return replace(op, target=getattr(torch, name), kwargs=plain)
-    if func._overloadname == "default":
+    if overload_name(func) == "default":
         return replace(op, target=func.overloadpacket, kwargs=plain)
     return replace(op, kwargs=plain)
 
@@ -67,7 +68,7 @@ def readable(op: Op) -> Op:
 def _without_defaults(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments but those that say what is so anyway."""
     idle = {"pin_memory": (False, None), "layout": (torch.strided, None)}
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    defaults = {argument.name: argument.default_value for argument in schema(func).arguments}
     return {
         key: value
         for key, value in kwargs.items()

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
 from fxpipe.passes.backward.refused import Refused
+from fxpipe.torch_internals.op_modes import TorchDispatchMode
+from fxpipe.torch_internals.operator_classes import schema
+from fxpipe.torch_internals.tensor_memory import storage_key
+from fxpipe.torch_internals.tensors_without_memory import python_kernels, unset_fake_temporarily
 
 aten = torch.ops.aten
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}  # of which the result is the argument
@@ -79,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names[id(tensor)] = name
         self._alive.append(tensor)
         storage = tensor.untyped_storage()
-        self.memory[name] = self._owners.setdefault(storage._cdata, name), self.sizes.text(storage.nbytes())
+        self.memory[name] = self._owners.setdefault(storage_key(storage), name), self.sizes.text(storage.nbytes())
 
     def fresh(self, wish: str) -> str:
         """A name that is not taken."""
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.unbind.int:
             self._check_count(*args)
         # As Dynamo does, since some kernels of torch know symbols only in Python.
-        with enable_python_dispatcher() if self.sizes.symbolic else nullcontext():
+        with python_kernels() if self.sizes.symbolic else nullcontext():
             result = func(*args, **kwargs)
         self._record(func, args, kwargs, result)
         return result
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = tuple(dict.fromkeys(self._name(x, func) for x in written))
         args = _without_statistics(func, args)
         given = map_leaves((args, dict(kwargs)), lambda leaf: self._leaf(leaf, func))
-        wish = func._schema.name.partition("::")[2].strip("_")
+        wish = schema(func).name.partition("::")[2].strip("_")
         if wish in UNKNOWN:
             raise Refused(f"{wish} has a result of a size that only a run tells")
         again = bool(writes) and written[0] is result and writes[0] in self.types  # x.mul_(2) is x again
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not several:
             self.hold(result, name)
             return
-        titles = RESULTS.get(func._schema.name.partition("::")[2], ())
+        titles = RESULTS.get(schema(func).name.partition("::")[2], ())
         for place, item in enumerate(result):
             if isinstance(item, Tensor):
                 part = self.fresh(titles[place] if place < len(titles) else f"{wish}_{place}")
@@ -234,7 +235,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         if args[5] and args[3] is not None:  # it does not say so
             yield from args[3:5]
         return
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from _flat(value)

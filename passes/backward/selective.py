@@ -20,6 +20,7 @@ from fxpipe.ir.graph.value_types import Dim, ScalarType, TupleType, ValueType, d
 from fxpipe.ir.program.backward import Backward, first_half
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.backward.minimum_cut import Computation, run_again
+from fxpipe.torch_internals.operator_classes import OpOverload, schema
 
 # A value is computed again if that needs less than this many bytes read and written for each byte that is not kept:
 # of a chain of ops from one matrix product to the next it is, for the mean of each row of a large matrix it is not.
@@ -41,12 +42,12 @@ _CHANGING = {
 
 def is_cheap(target: Any) -> bool:
     """Whether a recorded function is cheap and has the same result again; views are always cheap."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is torch.tensor or getattr(target, "__module__", "") == "_operator"  # of numbers, of sizes
     tags = set(target.tags)
-    if target.namespace != "aten" or target._schema.is_mutable or tags & _CHANGING:
+    if target.namespace != "aten" or schema(target).is_mutable or tags & _CHANGING:
         return False
-    name = target._schema.name.partition("::")[2]
+    name = schema(target).name.partition("::")[2]
     return bool(tags & {torch.Tag.pointwise, torch.Tag.reduction}) or name in _CHEAP
 
 

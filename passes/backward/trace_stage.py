@@ -20,8 +20,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
@@ -37,6 +35,7 @@ from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.trace_whole import WholeTracing
 from fxpipe.passes.backward.traces import Orders, Task, Trace, Tracing, run_tracing
+from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
 # What the first cannot do, the second does or refuses.
@@ -93,7 +92,7 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"{op.target} is kept whole, {op.target.because}"
         if isinstance(op.target, RuntimeCall):
             return f"{op.target.name} keeps state in Python"
-        if not isinstance(op.target, torch._ops.HigherOrderOperator) and not known(op.target):
+        if not isinstance(op.target, HigherOrderOperator) and not known(op.target):
             return f"{called(op)} is not an operation of torch, at {op.origin}"
         if called(op) == ENTER_VMAP:
             return f"a vmap, at {op.origin}"

@@ -20,6 +20,7 @@ from fxpipe.passes.backward.fake_tensors import empty, run_op
 from fxpipe.passes.backward.record_ops import NOWHERE, marked_draws
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.traces import Piece, Shapes, Task, Trace, roots
+from fxpipe.torch_internals.autograd_nodes import current_node, next_number, number_of
 
 
 class WholeTracing:
@@ -62,7 +63,7 @@ class WholeTracing:
 
     def forward(self, op: Op) -> None:
         """Run an op, and record what it runs."""
-        self.starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.starts.append(next_number())
         self.recorder.ops, self.recorder.origin = [], lambda: op.origin
         with self.recorder:
             value = run_op(op, self.values, self.task.around, self.task.device)
@@ -119,8 +120,7 @@ class WholeTracing:
 
     def origin(self) -> Origin:
         """The origin of the op whose node of autograd runs now."""
-        node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
+        number = number_of(current_node())
         place = bisect_right(self.starts, number) - 1 if 0 <= number < 1 << 62 else -1
         if place >= 0:
             self.last = self.task.stage.ops[place].origin

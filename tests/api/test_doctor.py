@@ -12,6 +12,7 @@ import torch
 from fxpipe.api import doctor
 from fxpipe.api.cli.main import main
 from fxpipe.api.doctor import BROKEN, NONE, OK, SLOW, Finding
+from fxpipe.torch_internals.tensor_memory import STORAGE_KEY, USE_COUNT
 
 
 @pytest.fixture
@@ -72,9 +73,20 @@ def test_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.threads().state == OK
 
 
-def test_a_torch_that_was_never_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "3.1.0+cpu")
-    assert doctor.versions().state == BROKEN
+@pytest.mark.parametrize(("version", "state"), [("2.12.0", BROKEN), ("2.13.0+cpu", OK), ("3.1.0+cpu", NONE)])
+def test_versions_of_torch(version: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old one is not enough, a newer one than the tested ones is to be tried."""
+    monkeypatch.setattr(torch, "__version__", version)
+    assert doctor.versions().state == state
+
+
+def test_what_this_torch_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.torch_internals().state == OK
+    monkeypatch.setitem(vars(USE_COUNT), "there", False)
+    found = doctor.torch_internals()
+    assert (found.state, found.text) == (SLOW, f"without {USE_COUNT.what}: {USE_COUNT.without}")
+    monkeypatch.setitem(vars(STORAGE_KEY), "there", False)
+    assert doctor.torch_internals().state == BROKEN
 
 
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

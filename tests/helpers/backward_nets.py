@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
         x = x + self.drop(self.out(y))
         h = F.gelu(self.up(self.norm2(x)))
         return x + self.drop(self.down(h))

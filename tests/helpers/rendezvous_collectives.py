@@ -1,6 +1,6 @@
 """Collectives of the process group in `rendezvous_group.py`: each is one entry of the queue, on all ranks.
 
-They have both names where torch has renamed them: the groups of torch 2.11 and 2.12 have `_allgather_base` and others.
+They have both names where torch has renamed them: its own groups have public ones from torch 2.14 on.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_captures_say_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     pipe.close()
 
 
-@pytest.mark.skipif(not KNOWN, reason="no program is for both modes before torch 2.13")
+@pytest.mark.skipif(not KNOWN, reason="this torch has other parts: each program is for one mode")
 def test_a_capture_for_each_mode_says_why(caplog: pytest.LogCaptureFixture) -> None:
     said = listening(caplog)
     pipe = fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), 2, 1)

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fxpipe.torch_internals.capability import LOWEST
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +27,10 @@ def test_checker(command: list[str]) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.skipif(
+    not torch.__version__.startswith("{}.{}.".format(*LOWEST)),
+    reason="torch's own types differ between its versions: ours are checked beside those of the oldest tested one",
+)
 def test_types() -> None:
     """One run, for two at once would write into one cache. Type checkers skip what they do not see as part of the
     package, in silence: it has to look into the linked folders, too."""

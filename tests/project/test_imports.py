@@ -1,7 +1,8 @@
 """The import rules, read from the source of every file.
 
-    api.cli ─▶ demo ─▶ api ─▶ training ─▶ pipe ─▶ capture, profiling, planning, schedules,
-                                                  passes, codegen, engines, viz ─▶ ir, runtime ─▶ errors
+    api.cli ─▶ demo ─▶ api ─▶ training ─▶ pipe
+      ─▶ capture, profiling, planning, schedules, passes, codegen, engines, viz
+      ─▶ ir, runtime ─▶ torch_internals ─▶ errors
 
 A file imports from its own room and from the levels below; rooms of one level do not import each other. The rooms that
 decide do not import torch. No two files import each other, directly or through others.
@@ -21,6 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEVELS = (
     {"errors"},
+    {"torch_internals"},
     {"ir", "runtime"},
     {"capture", "profiling", "planning", "schedules", "passes", "codegen", "engines", "viz"},
     {"pipe"},
@@ -126,7 +128,7 @@ def test_folders_and_files_are_of_a_size_to_look_at() -> None:
     crowded = {str(folder): count for folder, count in folders.items() if count > 15 and folder != ROOT / "fxpipe"}
     assert not crowded, f"folders of more than 15 entries: {crowded}"
     entries = [path for path in (ROOT / "fxpipe").iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 18, f"{len(entries)} entries in fxpipe/"
+    assert len(entries) <= 19, f"{len(entries)} entries in fxpipe/"
     long = {str(path): count for path in files().values() if (count := path.read_text().count("\n")) > 400}
     assert not long, f"files of more than 400 lines: {long}"
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import fxpipe
-from fxpipe.api.doctor import TORCH
+from fxpipe.torch_internals.capability import HIGHEST, LOWEST, TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -21,10 +21,13 @@ def test_one_version() -> None:
 
 
 def test_one_range_of_torch() -> None:
-    (lowest, highest), said = TORCH, (ROOT / "docs" / "reference" / "versions.md").read_text()
-    wanted = f"torch>={lowest[0]}.{lowest[1]},<{highest[0]}.{highest[1] + 1}"
+    said = (ROOT / "docs" / "reference" / "versions.md").read_text()
+    wanted = f"torch>={LOWEST[0]}.{LOWEST[1]}"
     assert wanted in PROJECT["dependencies"]
     assert f"`{wanted}`" in said
+    assert f"{TESTED} have been tested" in said
+    assert TESTED.startswith(f"{LOWEST[0]}.{LOWEST[1]},")
+    assert TESTED.endswith(f" {HIGHEST[0]}.{HIGHEST[1]}")
 
 
 def test_the_changelog_is_in_groups() -> None:

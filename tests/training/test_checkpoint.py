@@ -343,6 +343,20 @@ def test_no_file_outside_of_the_folder_is_read(where: str, tmp_path: Path) -> No
         load_checkpoint(tmp_path / "mine", nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_of_another_python_are_read(module: str, tmp_path: Path) -> None:
+    """Python 3.13 names the module of its paths `pathlib._local`, all others `pathlib`."""
+    saved, read = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "a", saved)
+    table = tmp_path / "a" / ".metadata"
+    contents = pickle.dumps(pickle.loads(table.read_bytes()), protocol=2)  # with names as lines
+    own, other = (f"c{name}\nPosixPath\n".encode() for name in (PosixPath.__module__, module))
+    assert own in contents
+    table.write_bytes(contents.replace(own, other))
+    load_checkpoint(tmp_path / "a", read)
+    assert torch.equal(saved.weight, read.weight)
+
+
 @pytest.mark.parametrize("attribute", ["new", "__truediv__"])
 def test_it_changes_no_class(attribute: str, tmp_path: Path) -> None:
     before = dict(vars(PosixPath))

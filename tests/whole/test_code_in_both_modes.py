@@ -26,7 +26,7 @@ from tests.whole.test_both_modes import ORDERS, SHARED, SPECIFIC, X, captures, c
 from tests.whole.test_shared_traces import ALONE, CHUNKS, all_of
 from tests.whole.test_steps import one_step, reference, stepped
 
-pytestmark = pytest.mark.skipif(not KNOWN, reason="Dynamo's private parts are others before torch 2.13")
+pytestmark = pytest.mark.skipif(not KNOWN, reason="this torch has other parts: each program is for one mode")
 BY_FLAG = ("dropout", "attention dropout")
 BY_MODE = ("batch norm", "resnet", "unet", "amoebanet", "densenet", "other norms", "lstm", "multi-head attention",
            "encoder-decoder", "transformer with dropout")  # fmt: skip

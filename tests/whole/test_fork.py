@@ -23,6 +23,7 @@ from fxpipe.pipe.fork_lock import Lock
 from fxpipe.pipe.temporary_folder import Folder
 from tests.helpers.marks import mostly_slow
 
+ROOT = Path(__file__).parents[2]
 X = torch.randn(4, 6)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -115,7 +116,14 @@ def test_a_childs_files_are_its_own() -> None:
 
 
 def test_a_pipe_works_in_a_child() -> None:
-    """Calls, steps, kinds that are new, in threads that are new."""
+    """Calls, steps, kinds that are new, in threads that are new. The parent is a new process: in one that has had the
+    device for tests, autograd has threads, and torch itself refuses a backward in a child."""
+    code = f"from {__name__} import works_in_a_child; works_in_a_child()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def works_in_a_child() -> None:
     net = model().eval()
     pipe = pipe_of(net)
     wanted = net(X).detach()

@@ -84,30 +84,10 @@ def one_step() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def all_steps() -> Iterator[None]:
-    """A context in which recurrent layers that torch runs in Python give last states of the shape of the first ones."""
-    layers = {name: _with_last_shapes(getattr(steps, name)) for name in LAYERS if hasattr(steps, name)}
-    with patched(steps, **layers):
-        yield
-
-
 def _first_step(layer: Callable[..., Any]) -> Callable[..., Any]:
-    shaped = _with_last_shapes(layer)
-
     def run(sequence: Any, *args: Any, **kwargs: Any) -> Any:
-        out, last = shaped(sequence[:1], *args, **kwargs)
+        out, last = layer(sequence[:1], *args, **kwargs)
         return out.expand(sequence.shape[0], *out.shape[1:]).contiguous(), last
-
-    return run
-
-
-def _with_last_shapes(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def run(sequence: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        out, last = layer(sequence, hidden, *args, **kwargs)
-        if isinstance(last, tuple):  # of an LSTM; torch 2.11 squeezes it along the batch instead of the steps
-            last = tuple(x.reshape(before.shape) for x, before in zip(last, hidden, strict=True))
-        return out, last
 
     return run
 

@@ -22,7 +22,7 @@ import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo import convert_frame, variables
+from torch._dynamo import convert_frame
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -59,6 +59,7 @@ SETTINGS: dict[str, object] = {
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
     "verbose": False,
+    "issue_3_13_0_warning": False,  # of Python 3.13.0 alone: for whoever makes errors of warnings, it ends the trace
     # What ops make of symbolic sizes takes longer to remember than to make, unless many ops are the same.
     "fake_tensor_cache_enabled": False,
 }
@@ -69,7 +70,11 @@ SWITCHED_OFF = (
 GRADIENT_ASKED = ("setattr() on Tensor.", "Unsupported Tensor.", "intermediate with ")
 # Other ways to trace a model, with parts of the refusals that they may avoid.
 WAYS = {
-    "deep": ("Attempted to call function marked as skipped", *(f"{how}requires_grad" for how in GRADIENT_ASKED)),
+    "deep": (
+        "Attempted to call function marked as skipped",
+        *(f"{how}requires_grad" for how in GRADIENT_ASKED),
+        "returning intermediate with requires_grad_()",  # in its place from torch 2.14 on
+    ),
     "plain": ("Observed exception",),
 }
 # Methods of loggers that are left out of the trace, as warnings.warn is; libraries add methods to the class.
@@ -265,7 +270,6 @@ class _Configured:
                 composed_in_python(),
                 folding(self.floats),
                 folding_constants(),
-                _hooks_are_ops(),
                 saved_variables(),
                 context_variables(contexts),
                 training_flags(self.flags()),
@@ -274,7 +278,6 @@ class _Configured:
                 recorded_runs(),
                 python_effects(self.effects),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better
-                quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
                 # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.
                 patched(torch._dynamo.guards, profile_guard_manager=lambda *_: 0.0),
             ):
@@ -314,7 +317,7 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
     gradient."""
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
     values: Any = tensor.TensorVariable
-    if not hasattr(kind, "_call_setattr"):  # as in torch 2.11: the refusal stands
+    if not hasattr(kind, "_call_setattr"):  # the refusal stands
         yield
         return
     refusing, refusing_call = kind._call_setattr, values.method_requires_grad_
@@ -336,30 +339,6 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
 
     with patched(kind, _call_setattr=setting), patched(values, method_requires_grad_=calling):
         yield
-
-
-@contextmanager
-def _hooks_are_ops() -> Iterator[None]:
-    """A context in which a hook on a value that forward makes is an op of the graph, as from torch 2.13 on. Before,
-    Dynamo applies the hook to the gradient of each micro-batch, which is wrong for a hook that is not linear."""
-    if not hasattr(tensor, "_ApplyBackwardHook"):
-        yield
-        return
-    kind: Any = tensor.TensorVariable
-    hanging = kind._method_register_hook
-
-    def hang(self: Any, tx: Any, name: str, hook: Any) -> Any:
-        if self.source:
-            return hanging(self, tx, name, hook)
-        tx.output.create_proxy("call_function", register_hook, (self.as_proxy(),), {})
-        return variables.RemovableHandleVariable(mutation_type=variables.base.ValueMutationNew())
-
-    with patched(kind, _method_register_hook=hang):
-        yield
-
-
-def register_hook(value: Any) -> None:
-    """Marks a hook on the value in a graph; such a graph is refused and never runs."""
 
 
 @contextmanager

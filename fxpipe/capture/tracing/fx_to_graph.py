@@ -27,7 +27,7 @@ from fxpipe.ir.graph.value_types import VMAP, ValueType
 from fxpipe.ir.operators.training_mode import either
 
 from .dynamo import Traced
-from .effects.op_effects import Step, steps
+from .effects.op_effects import SET_DATA, Step, steps
 from .patches.training_flags import training_flag
 from .placeholders import Builder, add_inputs, add_mode, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
@@ -233,7 +233,7 @@ def _refuse_writes(build: Builder, names: list[str], node: fx.Node, origin: Orig
                 f"{at(origin)}writes into {state.path}, a plain tensor attribute; "
                 f"make it a buffer: self.register_buffer({state.path.rsplit('.', 1)[-1]!r}, ...)"
             )
-        if state.kind == "parameter" and node.target is torch.Tensor.set_:
+        if state.kind == "parameter" and node.target in SET_DATA:
             raise CaptureError(
                 f"{at(origin)}writes into {state.path}, a parameter, by giving it other memory; "
                 "write weight.data.copy_(x) in place of weight.data = x"

@@ -18,6 +18,7 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
 from fxpipe.runtime.autograd.contiguous_layout import contiguous, is_contiguous, ordered
 from fxpipe.runtime.caller_context import Context
+from fxpipe.torch_internals.grad_mode import gradient_setter
 
 from .kept_values import Kept
 from .step_contract import Gradients
@@ -210,11 +211,12 @@ def run(method: Callable[..., Any], args: Iterable[Any]) -> Any:
     """What the method returns, computed without autograd."""
     if not torch.is_grad_enabled():
         return method(*args)
-    torch._C._set_grad_enabled(False)  # as torch.no_grad, which takes as long as a small op
+    set_gradients = gradient_setter()
+    set_gradients(False)  # as torch.no_grad, which takes as long as a small op
     try:
         return method(*args)
     finally:
-        torch._C._set_grad_enabled(True)
+        set_gradients(True)
 
 
 def run_in_autocast(method: Callable[..., Any], args: Iterable[Any]) -> Any:

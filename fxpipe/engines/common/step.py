@@ -28,6 +28,7 @@ from fxpipe.runtime.autograd.transfer import Transfer, pack, unpack
 from fxpipe.runtime.autograd.unalias_gradients import unshare
 from fxpipe.runtime.random import replica_seed
 from fxpipe.runtime.written_buffers import instead, keep, scratch
+from fxpipe.torch_internals.autograd_engine import add_gradients
 
 from .generated_backward import GeneratedBackward, Later, full
 from .gradient_scale import Scale, scaled
@@ -335,9 +336,7 @@ class Step(Batches):
             return self.given(j, kept, own.backward(kept, grads, self.hooks[j]))
         roots, given = kept.roots(grads, self.engine.gradients[j].gives.values())
         if roots:
-            # torch.autograd.backward without its checks, which take as long as the rest for a small stage.
-            engine = torch.autograd.Variable._execution_engine
-            engine.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            add_gradients(roots, given)
         if self.fresh[j]:
             self.settle(j)
         found = [kept.args[place].grad for place in self.engine.gradients[j].takes.values()]

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.ir.timeline import Steps
 from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.written_buffers import instead
+from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
 
 
 def without_memory(batch: Sequence[Any]) -> tuple[Any, ...]:

@@ -24,10 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
+from fxpipe.torch_internals.process_groups import all_gather, backend_group, reduce_scatter
 
-from .communicators import Call, new_group, settings
+from .communicators import Call, settings
 from .message_format import FailedElsewhere, Size
 
 Marks = tuple[bool, bool, bool]  # whether its rank has failed, there is a part, and it needs a gradient
@@ -48,14 +50,13 @@ class CollectiveGroups:
         """Make the groups that this rank is in and that are not there yet, and use each once for each collective, as
         the first use blocks the host until all come. All ranks give the same groups in the same order. Returns the
         calls to wait for. Raises RuntimeError."""
-        c10d: Any = dist.distributed_c10d
         calls = []
         for ranks in wanted:
             if self.rank not in ranks or ranks in self.groups:
                 continue
-            store = c10d.PrefixStore("collectives/" + "-".join(map(str, ranks)), self.store)
+            store = PrefixStore("collectives/" + "-".join(map(str, ranks)), self.store)
             with settings():
-                made = new_group(self.backend, store, ranks.index(self.rank), len(ranks), self.limit)
+                made = backend_group(self.backend, store, ranks.index(self.rank), len(ranks), self.limit)
             self.groups[ranks] = made
             for kind in COLLECTIVES:
                 part = torch.zeros(len(ranks) if kind == REDUCE_SCATTER else 1, 1, device=self.device)
@@ -72,7 +73,7 @@ class CollectiveGroups:
     def begin(self, kind: str, ranks: tuple[int, ...], part: Tensor, found: Tensor, limit: timedelta) -> Call:
         """Begin a collective of these ranks, from the rows of `part` into those of `found`. Sums are the same on all
         ranks, to the last bit. Raises RuntimeError."""
-        group, c10d = self.groups[ranks], dist.distributed_c10d
+        group = self.groups[ranks]
         other = next(rank for rank in ranks if rank != self.rank)
         options: Any
         if kind == ALL_REDUCE:
@@ -80,17 +81,13 @@ class CollectiveGroups:
             options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.SUM), limit
             work = group.allreduce([found], options)
         elif kind == ALL_GATHER:
-            options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-            options.timeout = limit
-            work = group._allgather_base(found.view(-1), part.view(-1), options)
+            work = all_gather(group, found.view(-1), part.view(-1), limit)
         elif self.adds_here:
             options = dist.AllToAllOptions()
             options.timeout = limit
             work = group.alltoall_base(found, part, [], [], options)
         else:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.SUM), limit
-            work = group._reduce_scatter_base(found.view(-1), part.view(-1), options)
+            work = reduce_scatter(group, found.view(-1), part.view(-1), limit)
         return Call(True, other, found, work, ranks=ranks, part=part)
 
     def abort(self) -> None:

@@ -27,6 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fxpipe.torch_internals.process_groups import backend_group, batch, gloo_pair
 
 PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
 SHORT = timedelta(seconds=0.05)  # between two looks at the other ranks
@@ -57,10 +60,9 @@ class Communicators:
 
     def __init__(self, backend: str, store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> None:
         self.rank, self.size, self.device, self.limit = rank, size, device, limit
-        c10d: Any = dist.distributed_c10d
         with settings():
             self.groups = tuple(
-                new_group(backend, c10d.PrefixStore(way, store), rank, size, limit) for way in ("up", "down")
+                backend_group(backend, PrefixStore(way, store), rank, size, limit) for way in ("up", "down")
             )
 
     def exchange(self, calls: Sequence[Call]) -> None:
@@ -68,14 +70,11 @@ class Communicators:
         for group, up in zip(self.groups, (True, False), strict=True):
             own = [call for call in calls if (call.peer > self.rank) == (call.send == up) and call.tensor.numel()]
             if own:
-                group._start_coalescing()
-                try:
+                with batch(group) as works:
                     for call in own:
                         (group.send if call.send else group.recv)([call.tensor], call.peer, 0)
-                finally:
-                    work = group._end_coalescing()
                 for call in own:
-                    call.work = work
+                    [call.work] = works
 
     def touch(self) -> list[Call]:
         """Use each pair once in each group; returns the calls to wait for. It is one batch of all ranks in a group: the
@@ -100,20 +99,7 @@ def backends(group: Any) -> dict[str, str]:
 def each_way(store: Any, rank: int, size: int, limit: timedelta) -> tuple[Any, Any]:
     """Two process groups of gloo, so that a connection has values in one direction only. While a thread sends, gloo's
     own thread cannot read what arrives on the same connection: it spins, and may take the processor from the sender."""
-    c10d: Any = dist.distributed_c10d
-    down = c10d.ProcessGroupGloo(c10d.PrefixStore("down", store), rank, size, limit)
-    options = c10d.ProcessGroupGloo._Options()  # one thread reads both
-    options._devices, options._threads, options._timeout = down.options._devices, down.options._threads, limit
-    return down, c10d.ProcessGroupGloo(c10d.PrefixStore("up", store), rank, size, options)
-
-
-def new_group(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """A process group of this backend, made directly (see `join` in `pipe/ranks/process_group.py`)."""
-    c10d: Any = dist.distributed_c10d
-    if backend.upper() in c10d.Backend._plugins:
-        return c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
-    name = "Gloo" if backend == "gloo" else backend.upper()
-    return getattr(c10d, f"ProcessGroup{name}")(store, rank, size, limit)
+    return gloo_pair((PrefixStore("down", store), PrefixStore("up", store)), rank, size, limit)
 
 
 def ended(work: Any, on_host: bool) -> bool:

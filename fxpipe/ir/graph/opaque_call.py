@@ -20,9 +20,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from fxpipe.ir.once import once
+from fxpipe.torch_internals.pytrees import tree_flatten
+from fxpipe.torch_internals.tensor_memory import memory_key, sparse_parts, version_of
 
 from .graph import Graph, Op, Origin, called
 
@@ -187,7 +188,7 @@ class Opaque:
 
     def _own(self, x: Tensor, memory: set[int]) -> Tensor:
         """The result, cloned if it is in `memory`. Raises RuntimeError if a later op would write into it."""
-        if x.untyped_storage()._cdata not in memory:
+        if memory_key(x) not in memory:
             return x
         if self.written:
             raise RuntimeError(
@@ -219,16 +220,16 @@ def _show(parts: Sequence[Any]) -> str:
 def addresses(tensor: Tensor) -> set[int]:
     """The addresses of the tensor's memory, which is in several pieces if it is sparse."""
     if tensor.layout is torch.strided:
-        return {tensor.untyped_storage()._cdata}
+        return {memory_key(tensor)}
     if tensor.layout is torch.sparse_coo:
-        return addresses(tensor._indices()) | addresses(tensor._values())
+        return {address for part in sparse_parts(tensor) for address in addresses(part)}
     rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     parts = (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
     return set().union(*map(addresses, (*parts, tensor.values())))
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if x.is_inference() else x._version for x in tensors]
+    return [version_of(x) for x in tensors]
 
 
 def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from fxpipe.errors import BatchStatisticsWarning
 from fxpipe.ir.graph.graph import Graph, Origin, Ref
@@ -21,6 +22,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.operators.batch_norm_ops import arguments
 from fxpipe.ir.units import count
 
+BATCH_NORMS: Any = nn.BatchNorm1d.__base__  # of SyncBatchNorm too
 SHOWN = 3  # norms that a message names
 
 
@@ -43,7 +45,7 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
         if isinstance(op.target, Opaque):
             for path, part in op.target.module.named_modules(prefix=op.target.path):
                 by_batch = part.training or getattr(part, "running_mean", None) is None
-                if isinstance(part, _BatchNorm) and by_batch:
+                if isinstance(part, BATCH_NORMS) and by_batch:
                     found.setdefault(path, BatchNorm(path, op.target.origin))
             continue
         norm = arguments(op)

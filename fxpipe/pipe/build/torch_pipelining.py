@@ -124,10 +124,6 @@ def torch_stages(
     found = []
     chain = chain_stages(model, made, folder, stages, device, passes)
     for index, (chained, before, after) in zip(stages, chain, strict=True):
-        if chained.takes is not None:
-            check_torch(chained.takes, before)
-        if not chained.last:
-            check_torch(chained.gives, after)
         found.append(PipelineStage(chained, index, n, device, input_args=before, output_args=after, group=group))
     return found
 
@@ -182,17 +178,6 @@ def refuse(graph: Graph, deferred: bool) -> None:
     sizes = {size.name for size in graph.sizes}
     if returned := [output.value for output in graph.outputs if output.value in sizes]:
         raise FxpipeError(f"the model returns {returned[0]}, a size of its input, and torch's stages return tensors")
-
-
-def check_torch(link: Link, values: Sequence[Tensor]) -> None:
-    """Raise FxpipeError before torch 2.12 if a value needs no gradient: torch's stages then wanted a gradient of
-    everything they received."""
-    for name, value in zip(link.names, values, strict=True):
-        if torch.__version__ < "2.12" and not value.requires_grad:
-            raise FxpipeError(
-                f"{name} goes from one stage to the next and has no gradient, and the stages of torch "
-                f"{torch.__version__} hand on nothing else: use torch 2.12 or later, or pipe.step"
-            )
 
 
 def links_of(program: Program) -> list[Link]:

@@ -25,6 +25,7 @@ from fxpipe.pipe.build.compiled.device_graphs import NAME, device_graphs, refusa
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
+from fxpipe.torch_internals.compiling.inductor import records_graphs
 
 if TYPE_CHECKING:
     from fxpipe.capture.tracing.rewriting.graph_view import Transform
@@ -182,7 +183,7 @@ def check_graphs(options: Options) -> None:
     """Raise PlanError for graphs on devices that have none, and for torch's own, which do not suit micro-batches."""
     backend = backend_of(options.compile_stages)
     devices = [torch.device(label) for label in options.devices if is_local(label)]
-    if backend == "cudagraphs" or (backend == "inductor" and any(map(has_streams, devices)) and inductor_records()):
+    if backend == "cudagraphs" or (backend == "inductor" and any(map(has_streams, devices)) and records_graphs()):
         asked = (
             "is 'cudagraphs'" if backend == "cudagraphs" else "is for Inductor, with torch's config.triton.cudagraphs"
         )
@@ -193,13 +194,6 @@ def check_graphs(options: Options) -> None:
     for device in devices:
         if backend is device_graphs and (reason := refusal(device)):
             raise PlanError(f"compile_stages is {NAME!r}, and {reason}: leave it out, or name another backend")
-
-
-def inductor_records() -> bool:
-    """Whether Inductor is set to make graphs of its own."""
-    import torch._inductor.config as config  # late: it takes a second
-
-    return bool(config.triton.cudagraphs)
 
 
 def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:

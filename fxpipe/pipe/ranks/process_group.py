@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fxpipe.engines.ranks.failure_attribution import Lost
 from fxpipe.engines.ranks.rank_group import World
@@ -20,6 +21,7 @@ from fxpipe.engines.transports.same_machine import SPIN, neighbours
 from fxpipe.engines.transports.tcp_peer import connect
 from fxpipe.errors import PlanError, RankError
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.torch_internals.process_groups import default_store, is_registered, named_group
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -111,20 +113,15 @@ def replica_process_group(world: World, replicas: Sequence[int]) -> Any:
     name is of this world and these ranks, so it does not matter which groups they have made before, in which order."""
     key: tuple[World | int, ...] = (world, *replicas)
     if key not in _replica_groups:
-        c10d: Any = dist.distributed_c10d
         everywhere = dist.get_process_group_ranks(world.group)
         ranks = sorted(everywhere[rank] for rank in replicas)
-        backend, place = dist.get_backend_config(world.group), ranks.index(dist.get_rank())
+        backend = dist.get_backend_config(world.group)
         name = f"fxpipe/replicas/{ranks}/{everywhere}/{world.device.type}/{world.timeout}/{backend}"
         try:
-            made, _ = c10d._new_process_group_helper(
-                len(ranks), place, ranks, backend, world.store, name, timeout=world.limit
-            )
+            _replica_groups[key] = named_group(ranks, backend, world.store, name, world.limit)
         except RuntimeError as error:
             names = ", ".join(map(str, replicas))
             raise RankError(f"not all of the ranks {names} have asked for their replica_group: {error}") from None
-        c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
-        _replica_groups[key] = made
     return _replica_groups[key]
 
 
@@ -158,8 +155,7 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
         return known
     # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
     # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
-    c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
+    store: Any = PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", default_store())
     store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
     limit = timedelta(seconds=timeout)
     control = each_way(store, rank, len(ranks), limit)
@@ -168,7 +164,7 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     except (OSError, RuntimeError) as error:
         raise RankError(f"rank {rank} cannot connect to the other ranks: {error}") from error
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
-    queued = device.type != "cpu" or backend.upper() in c10d.Backend._plugins
+    queued = device.type != "cpu" or is_registered(backend)
     groups = CollectiveGroups(backend if queued else "gloo", store, rank, device, limit)
     made = World(group, rank, labels, device, control, tcp_peers, timeout, store, groups)
     try:

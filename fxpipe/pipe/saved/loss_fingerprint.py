@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxpipe.capture import NO_TARGET
 from fxpipe.errors import PackageError
 from fxpipe.pipe.drop_in_module import DropInModule
+from fxpipe.torch_internals.tensor_memory import version_of
 
 Rows = tuple[tuple[str, str], ...]
 LOSS_FN = "loss_fn"
@@ -244,5 +245,5 @@ def _tensor(tensor: Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, nn.Parameter):
         return kind
-    version = (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+    version = version_of(tensor), tensor.data_ptr()
     return f"{kind} {_digest_once(tensor, version, lambda: bytes(tensor.detach().cpu().flatten().view(torch.uint8)))}"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.model_with_loss import model_and_loss, modules_in
@@ -30,6 +29,7 @@ from fxpipe.runtime.accelerator import kinds
 from fxpipe.runtime.deferred_norms import deferring
 from fxpipe.runtime.microbatch import gather, scatter
 from fxpipe.runtime.random import Draws, generator_of, mix, new_seed
+from fxpipe.torch_internals.op_modes import TorchDispatchMode
 
 SEED = 0  # of all runs that are compared
 

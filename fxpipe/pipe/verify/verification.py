@@ -34,6 +34,7 @@ from fxpipe.pipe.build.call_binding import batch_size, given
 from fxpipe.runtime.accelerator import has_streams, kinds
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.runtime.random import fork_rng
+from fxpipe.torch_internals.tensor_memory import has_late_hooks
 
 from .divergence import Place, Run, find_backward, find_forward, watched
 from .environment import describe
@@ -204,7 +205,7 @@ def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
     parameter has a hook that may change something else."""
     modules = [part for root in roots(model, loss_fn).values() for part in root.modules()]
     held = list({id(x): x for part in modules for x in part.parameters(recurse=False)}.values())
-    if any(getattr(x, "_post_accumulate_grad_hooks", None) for x in held):
+    if any(map(has_late_hooks, held)):
         raise FxpipeError(
             "verify runs backward and puts all back, and a parameter has a hook that runs once its gradient is there, "
             "which may do anything, as step an optimizer; remove it for the time of verify"

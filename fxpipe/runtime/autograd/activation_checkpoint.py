@@ -29,6 +29,8 @@ from fxpipe.runtime.caller_context import Context
 from fxpipe.runtime.error_notes import add_note
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.written_buffers import instead, keep, scratch
+from fxpipe.torch_internals.autograd_engine import gradients
+from fxpipe.torch_internals.tensor_memory import has_hooks, version_of
 
 from .is_recomputing import recomputing
 
@@ -47,7 +49,7 @@ class Task:
         self.wanted = tuple([x.requires_grad for x in self.takes])
         self.parameters = stage.trainable()
         self.unwritten = unwritten(stage, self.parameters)
-        self.versions = [x._version for x in self.unwritten]
+        self.versions = [version_of(x) for x in self.unwritten]
         self.kept = keep(stage) if stage.rereads else {}
         self.recomputed: Recomputed | None = None
 
@@ -72,11 +74,11 @@ class Task:
                 f"stage {self.where[0]} recomputes in backward, and there is no backward of that: compile with "
                 'checkpoint="never" to use create_graph=True'
             )
-        if self.versions != [x._version for x in self.unwritten]:
+        if self.versions != [version_of(x) for x in self.unwritten]:
             raise RuntimeError(self.changed())
         takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
         parameters, aliases = self.parameters, {}
-        if self.stage.regions or any(x._backward_hooks for x in parameters):
+        if self.stage.regions or any(map(has_hooks, parameters)):
             aliases = self.aliases()
             parameters = tuple([aliases.get(id(x), x) for x in parameters])
         try:
@@ -106,7 +108,7 @@ class Task:
         """The error message for parameters that changed between forward and backward."""
         own = {id(self.stage.tensor(path)): path for path in self.stage.states}
         pairs = zip(self.unwritten, self.versions, strict=True)
-        paths = [own.get(id(x), "a constant") for x, version in pairs if x._version != version]
+        paths = [own.get(id(x), "a constant") for x, version in pairs if version_of(x) != version]
         return (
             f"{', '.join(paths)} changed in place between forward and backward, and stage {self.where[0]} recomputes "
             "in backward what it did with the old values; call backward before the optimizer's step"
@@ -198,10 +200,4 @@ def _backward(
     if not pairs or not inputs:
         return (None,) * len(inputs)
     roots, given = zip(*pairs, strict=True)
-    # torch.autograd.grad(roots, inputs, given, allow_unused=True), without its checks of shapes, which take as long as
-    # the rest for a small stage (30 us, torch 2.13): the engine has checked these gradients on their way here.
-    engine = torch.autograd.Variable._execution_engine
-    found: tuple[Tensor | None, ...] = engine.run_backward(
-        roots, given, False, False, inputs, allow_unreachable=True, accumulate_grad=False
-    )
-    return found
+    return gradients(roots, given, inputs)

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.autograd.function import BackwardCFunction
+
+from fxpipe.torch_internals.pytrees import tree_leaves
 
 Note = Callable[[Exception], None]
 
@@ -44,7 +46,7 @@ def watch(results: Any, given: Any) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch._C._FunctionBase):
+        if isinstance(node, BackwardCFunction):
             _watch(node, note)
         todo += [before for before, _ in node.next_functions]
 

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.stage import Stage
+from fxpipe.torch_internals.pytrees import tree_flatten, tree_unflatten
+from fxpipe.torch_internals.tensor_memory import memory_key, storage_key
 
 AS_WHOLE = {"shape", "dtype", "ndim"}  # what a placeholder has as the whole parameter has it
 
@@ -78,7 +79,7 @@ class Gathered:
     def add(self, whole: Tensor, one: Sharded) -> None:
         """Note whose memory this is, for as long as a tensor uses it."""
         storage = whole.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
 
         def gone(_: object) -> None:
             del self._live[key]
@@ -92,7 +93,7 @@ class Gathered:
         """The parameter whose memory a tensor uses, or None."""
         if tensor.layout != torch.strided:
             return None
-        found = self._live.get(tensor.untyped_storage()._cdata)
+        found = self._live.get(memory_key(tensor))
         return None if found is None else found[1]
 
 
@@ -130,11 +131,11 @@ class Gathering(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
         read = getattr(getattr(func, "__self__", None), "__name__", "")  # of `x.shape` the "shape"
         if read in AS_WHOLE or not any(id(leaf) in self.held for leaf in leaves):
             return func(*args, **kwargs)
-        args, kwargs = pytree.tree_unflatten(self.whole(leaves), tree)
+        args, kwargs = tree_unflatten(self.whole(leaves), tree)
         return func(*args, **kwargs)
 
     def whole(self, leaves: list[Any]) -> list[Any]:
@@ -203,7 +204,7 @@ def gathering_forward(
             with saved_tensors_hooks(mode.pack, mode.unpack):
                 with mode:
                     results = run(*args)
-                leaves, tree = pytree.tree_flatten(results)  # a stage may give a parameter itself
-                return pytree.tree_unflatten(mode.whole(leaves), tree)
+                leaves, tree = tree_flatten(results)  # a stage may give a parameter itself
+                return tree_unflatten(mode.whole(leaves), tree)
 
     return forward

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.streams import Stream, current_stream, new_stream, record_stream, use_stream, wait_stream
+from fxpipe.torch_internals.tensor_memory import memory_key, storage_key
 
 SMALL = 1 << 16  # bytes; to move a smaller tensor saves too little memory for its time
 
@@ -47,7 +48,7 @@ class Offload:
     def __init__(self, device: torch.device, side: Stream, without: Iterable[Tensor] = (), small: int = SMALL) -> None:
         self.device, self.side, self.small = device, side, small
         self._storages = [x.untyped_storage() for x in without]  # kept alive, so that their addresses stay unique
-        self._without = {storage._cdata for storage in self._storages}
+        self._without = {storage_key(storage) for storage in self._storages}
         self._last: Moved | None = None
 
     def __enter__(self) -> Offload:
@@ -73,7 +74,7 @@ class Offload:
             tensor.device.type == self.device.type
             and tensor.layout == torch.strided
             and tensor.nbytes >= self.small
-            and tensor.untyped_storage()._cdata not in self._without
+            and memory_key(tensor) not in self._without
         )
 
 

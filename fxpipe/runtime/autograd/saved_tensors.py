@@ -25,7 +25,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
+
+from fxpipe.torch_internals.autograd_nodes import current_node
+from fxpipe.torch_internals.tensor_memory import sparse_parts, storage_key, version_of
 
 Memory = tuple[int, int]  # the address of a storage, unique among those alive, and its bytes
 Place = tuple[int, int]  # a storage, and the offset of a piece of a batch in it, else 0
@@ -38,13 +42,13 @@ class Saved:
 
     def __init__(self, without: Iterable[Tensor] = (), pieces: Iterable[Tensor] = ()) -> None:
         self._storages = [x.untyped_storage() for x in without]  # kept alive, so that their addresses stay unique
-        self._without = {storage._cdata for storage in self._storages}
+        self._without = {storage_key(storage) for storage in self._storages}
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # where each begins in its storage, and its bytes
         for piece in pieces:
             storage = piece.untyped_storage()
             if piece.nbytes < storage.nbytes():
                 self._storages.append(storage)
-                self._pieces.setdefault(storage._cdata, []).append((int(piece.storage_offset()), piece.nbytes))
+                self._pieces.setdefault(storage_key(storage), []).append((int(piece.storage_offset()), piece.nbytes))
         for begins in self._pieces.values():
             begins.sort()
         self._users: dict[Place, int] = {}
@@ -104,8 +108,8 @@ class Saved:
         """The tensor, for backward."""
         tensor = kept.give()
         if self._border is not None:
-            node = torch._C._current_autograd_node()
-            if node not in self._border and not isinstance(node, torch._C._FunctionBase):
+            node = current_node()
+            if node is not None and node not in self._border and not isinstance(node, BackwardCFunction):
                 kept.tensor = None
                 self._gone.append(kept.ref)
         return tensor
@@ -129,15 +133,15 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor.detach()  # else an output and its node would keep each other alive
-        self.version = self.tensor._version
+        self.version = version_of(self.tensor)
 
     def give(self) -> Tensor:
         if self.tensor is None:
             raise RuntimeError("backward ran a second time through nodes that have let go of their saved tensors")
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {self.tensor.type()} {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"a {self.tensor.type()} {list(self.tensor.shape)} is at version {version_of(self.tensor)}; "
                 f"expected version {self.version} instead"
             )
         return self.tensor
@@ -146,9 +150,9 @@ class Kept:
 def memories_of(tensor: Any) -> list[Memory]:
     """The storages of the tensor: one, or several for a sparse tensor."""
     if tensor.layout == torch.sparse_coo:
-        return memories_of(tensor._indices()) + memories_of(tensor._values())
+        return [memory for part in sparse_parts(tensor) for memory in memories_of(part)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
         return [memory for part in parts for memory in memories_of(part)]
     storage = tensor.untyped_storage()
-    return [(storage._cdata, storage.nbytes())]
+    return [(storage_key(storage), storage.nbytes())]

@@ -28,7 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+
+from fxpipe.torch_internals.autograd_engine import ENGINE, add_gradients, gradients
 
 from .saved_tensors import Saved
 
@@ -38,7 +41,7 @@ Edge = tuple[int, GradientEdge]  # its index among the node's edges, and its tar
 Border = list[tuple[Node, list[Edge]]]
 Users = dict[Node, list[Node]]  # the nodes with an edge to a node; where backward starts, the node itself too
 
-PythonNode = torch._C._FunctionBase  # the nodes of Functions written in Python
+PythonNode = BackwardCFunction  # the nodes of Functions written in Python
 ENOUGH = 1 << 20  # bytes of gradients that have crossed the border, at which they are accumulated to reuse the memory
 
 
@@ -68,6 +71,7 @@ def input_gradient(
     second half does not need are freed. Both halves run on the stream of forward. `grads` must not be written before
     the second half has run, which may use them.
     """
+    ENGINE.need("a schedule that splits backward")  # torch.autograd.grad refuses gradients that are to be summed
     wanted = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
     pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
     if not wanted:
@@ -213,10 +217,10 @@ def single(node: Node, users: Users) -> bool:
 def run(roots: list[Root], wanted: tuple[Tensor | GradientEdge, ...] = (), keep_graph: bool = False) -> Grads:
     """Run backward: the gradients of `wanted`. If that is empty, gradients are added to the `.grad` of all leaves."""
     starts, grads = zip(*roots, strict=True)
-    found: Grads = torch.autograd.Variable._execution_engine.run_backward(
-        starts, grads, keep_graph, False, wanted, allow_unreachable=True, accumulate_grad=not wanted
-    )
-    return found
+    if wanted:
+        return gradients(starts, grads, wanted, keep_graph)
+    add_gradients(starts, grads, keep_graph)
+    return ()
 
 
 def owner(tensor: Tensor) -> Node | None:

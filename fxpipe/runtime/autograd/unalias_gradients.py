@@ -18,16 +18,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fxpipe.torch_internals.tensor_memory import is_shared
+
 
 def unshare(parameters: Iterable[Tensor]) -> None:
     """Copy the gradients whose memory other tensors share. Call it when the parameters have their first gradients."""
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and grad.layout == torch.strided and shared(grad):
+        if grad is not None and grad.layout == torch.strided and is_shared(grad):
             parameter.grad = grad.clone()
-
-
-def shared(tensor: Tensor) -> bool:
-    """Whether another tensor has the same memory: the storage counts the tensor, its Python object, and others."""
-    storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.torch_version import TorchVersion
 
 import fxpipe
 from fxpipe.capture import NO_TARGET, StepCapture, capture
@@ -268,8 +267,6 @@ LOSSES = {
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 def test_loss_and_gradients_are_those_of_the_batch(name):
-    if name in ("bce", "cross entropy, probabilities") and TorchVersion(torch.__version__) < "2.13":
-        pytest.skip("torch 2.11 and 2.12 trace it for one batch size only: refused")
     target, loss_fn, how = LOSSES[name]
     assert exact(Net().double(), (data(ROWS, 3, 4),), target, loss_fn) == how
 

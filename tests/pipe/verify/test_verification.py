@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import FxpipeError
-from tests.helpers.marks import mostly_slow, since_torch
+from tests.helpers.marks import mostly_slow
 from tests.whole.test_deferred_norms import Whole
 
 WIDTH = 6
@@ -237,7 +237,6 @@ class Doubles(nn.Module):
         return y
 
 
-@since_torch("2.12", "an autograd function that looks at its own class is kept whole")
 def test_a_wrong_gradient_is_found(compile: Any) -> None:
     model = nn.Sequential(Doubles(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     pipe = compile(model, split_at=["1"])

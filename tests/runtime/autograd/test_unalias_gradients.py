@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.autograd.unalias_gradients import shared, unshare
+from fxpipe.runtime.autograd.unalias_gradients import unshare
+from fxpipe.torch_internals.tensor_memory import is_shared
 
 
 def leaf(n: int = 4) -> Tensor:
@@ -19,10 +20,10 @@ def test_a_view_of_the_gradient_that_is_passed_on() -> None:
         (found,) = torch.autograd.grad(y, x, grad, retain_graph=True)
         y.backward(grad, inputs=[w])
         if first:
-            assert shared(w.grad)
+            assert is_shared(w.grad)
             sent = found
             unshare([w])
-            assert not shared(w.grad)
+            assert not is_shared(w.grad)
     assert torch.equal(w.grad, torch.full((4,), 2.0))
     assert torch.equal(sent, torch.ones(4))
     assert torch.equal(grad, torch.ones(2, 2))

@@ -31,6 +31,8 @@ from .equal_ops import EqualOps
 from .observed_writes import Effects, as_fake
 from .recorded_runs import Ran, recorded
 
+# What `x.data = y` is in a graph: from torch 2.14 on it is the second.
+SET_DATA = {torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None)}
 ENTER_GRAD = {torch._C._set_grad_enabled}
 REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
 ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
@@ -161,8 +163,8 @@ def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
     """Whether this is `x.data = x`, as in `layer.to(dtype)` of a layer that has this dtype, or what Dynamo puts after
     that: parameters may stay what they are."""
     if _name(node) == "_lower_version_count_by_1":
-        return node.args[0].target is not torch.Tensor.set_  # type: ignore[union-attr]
-    if node.target is not torch.Tensor.set_ or len(node.args) != 2:
+        return node.args[0].target not in SET_DATA  # type: ignore[union-attr]
+    if node.target not in SET_DATA or len(node.args) != 2:
         return False
     one, other = (settled(env[item]) for item in node.all_input_nodes[:1] + node.all_input_nodes[-1:])
     return one is other

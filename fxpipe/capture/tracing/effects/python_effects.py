@@ -19,7 +19,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from fxpipe.capture.tracing.patches.patched import knows, patched
 
 # Where torch has other private parts, nothing is known of any trace.
-KNOWN = knows("2.11", (OutputGraph, "call_user_compiler"), (SideEffects, "is_modified"))
+KNOWN = knows((OutputGraph, "call_user_compiler"), (SideEffects, "is_modified"))
 UNKNOWN = -1  # the id of no object
 
 

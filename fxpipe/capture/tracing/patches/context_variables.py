@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
-from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables import ConstantVariable, misc
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -54,25 +54,26 @@ class Contexts:
 @contextmanager
 def context_variables(contexts: Contexts) -> Iterator[None]:
     """A context in which Dynamo traces `get`, `set` and `reset` of context variables."""
-    kind: Any = UserDefinedObjectVariable
+    kind: Any = getattr(misc, "ContextVarVariable", UserDefinedObjectVariable)  # its own from torch 2.14 on
     calling = kind.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if type(self.value) is not ContextVar or kwargs:
+        variable = getattr(self, "cv_obj", None) or getattr(self, "value", None)
+        if type(variable) is not ContextVar or kwargs:
             return calling(self, tx, name, args, kwargs)
-        values = contexts.of(tx.output, self.value)
+        values = contexts.of(tx.output, variable)
         if name == "set" and len(args) == 1:
-            token = copy_context().run(self.value.set, None)  # in no context that anyone sees
+            token = copy_context().run(variable.set, None)  # in no context that anyone sees
             values.append((token, args[0]))
-            return kind(token)
+            return UserDefinedObjectVariable(token)
         if name == "reset" and values and getattr(args[0], "value", None) is values[-1][0]:
             values.pop()
             return ConstantVariable.create(None)
         if name == "get" and values:
             return values[-1][1]
-        if name == "get" and self.source and not args:
+        if name == "get" and self.source and not args and kind is UserDefinedObjectVariable:
             try:
-                value = self.value.get()
+                value = variable.get()
             except LookupError:  # it has none: Dynamo's error says so
                 return calling(self, tx, name, args, kwargs)
             return VariableTracker.build(tx, value, CallFunctionNoArgsSource(AttrSource(self.source, "get")))

@@ -18,11 +18,10 @@ from torch._guards import TracingContext
 from fxpipe.capture.capture_errors import Refused
 from fxpipe.errors import file_name
 
-from .patched import knows, patched
+from .patched import GETATTR, knows, patched
 
 KNOWN = knows(
-    "2.11",
-    (TensorVariable, "var_getattr"),
+    (TensorVariable, GETATTR),
     (TensorVariable, "call_method"),
     (TorchInGraphFunctionVariable, "call_function"),
 )
@@ -114,7 +113,7 @@ def observed_mode(mode: GradientMode) -> Iterator[None]:
     mode.asked = ""
     functions: Any = TorchInGraphFunctionVariable
     tensors: Any = TensorVariable
-    calling, reading, using = functions.call_function, tensors.var_getattr, tensors.call_method
+    calling, reading, using = functions.call_function, getattr(tensors, GETATTR), tensors.call_method
 
     def call_function(self: Any, tx: Any, *given: Any) -> Any:
         if self.value in FUNCTIONS:
@@ -133,6 +132,6 @@ def observed_mode(mode: GradientMode) -> Iterator[None]:
 
     with (
         patched(functions, call_function=call_function),
-        patched(tensors, var_getattr=var_getattr, call_method=call_method),
+        patched(tensors, **{GETATTR: var_getattr, "call_method": call_method}),
     ):
         yield

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.torch_version import TorchVersion
+from torch._dynamo.variables.base import VariableTracker
+
+# The method by which Dynamo reads an attribute of what it traces: from torch 2.14 on it has the name of CPython's slot.
+GETATTR = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
 
 
-def knows(version: str, *parts: tuple[object, str]) -> bool:
-    """Whether torch is of this version or a later one, and still has all of these private parts: (owner, name)."""
-    return TorchVersion(torch.__version__) >= version and all(hasattr(owner, name) for owner, name in parts)
+def knows(*parts: tuple[object, str]) -> bool:
+    """Whether torch still has all of these private parts: (owner, name)."""
+    return all(hasattr(owner, name) for owner, name in parts)
 
 
 @contextmanager

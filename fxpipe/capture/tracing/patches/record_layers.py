@@ -31,13 +31,12 @@ from fxpipe.capture.twins.equal_modules import EqualModules, Pairs, Reliance
 
 from .context_variables import Contexts
 from .layer_values import SYMBOLIC, Given, Odd, Output, check, described, fake_kind, first_name, like, real_id, returned
-from .patched import knows, patched
+from .patched import GETATTR, knows, patched
 
-# Before torch 2.13, these are others: each layer is traced.
+# Where torch has other parts, each layer is traced.
 KNOWN = knows(
-    "2.13",
     (UnspecializedNNModuleVariable, "call_function"),
-    (UnspecializedNNModuleVariable, "var_getattr"),
+    (UnspecializedNNModuleVariable, GETATTR),
     (UserDefinedObjectVariable, "hash_impl"),
     (variables.TensorVariable, "hash_impl"),
     (VariableTracker, "get_id"),
@@ -296,7 +295,7 @@ def recorded_layers(equal: EqualModules | None, contexts: Contexts) -> Iterator[
     recorder = Recorder(equal, contexts)
     module: Any = UnspecializedNNModuleVariable
     kind: Any = MutationType
-    calling, reading, making = module.call_function, module.var_getattr, kind.__init__
+    calling, reading, making = module.call_function, getattr(module, GETATTR), kind.__init__
     checking: Any = SideEffects.check_allowed_side_effect
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -325,7 +324,7 @@ def recorded_layers(equal: EqualModules | None, contexts: Contexts) -> Iterator[
     identity = identified(comparing, 2)
     with ExitStack() as patches:
         for owner, functions in (
-            (module, {"call_function": call_function, "var_getattr": var_getattr}),
+            (module, {"call_function": call_function, GETATTR: var_getattr}),
             (SideEffects, {"check_allowed_side_effect": check_allowed_side_effect}),
             (kind, {"__init__": made}),
             (VariableTracker, {"get_id": identified(VariableTracker.get_id, 1)}),

@@ -33,12 +33,11 @@ from fxpipe.errors import file_name
 from fxpipe.ir.graph.ops import DROPOUTS
 from fxpipe.ir.operators.training_mode import ATTENTION, either
 
-from .patched import knows, patched
+from .patched import GETATTR, knows, patched
 
-# Before torch 2.13, these are others: each program is for one mode.
+# Where torch has other parts, each program is for one mode.
 KNOWN = knows(
-    "2.13",
-    (UnspecializedNNModuleVariable, "var_getattr"),
+    (UnspecializedNNModuleVariable, GETATTR),
     (InstructionTranslatorBase, "dispatch_table"),
     (ConstantVariable, "as_proxy"),
 )
@@ -302,7 +301,7 @@ def training_flags(flags: TrainingFlags | None) -> Iterator[None]:
         return
     flags.begin()
     module: Any = UnspecializedNNModuleVariable
-    reading = module.var_getattr
+    reading = getattr(module, GETATTR)
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         flag = flags.read(tx, self) if name == "training" else None
@@ -322,7 +321,7 @@ def training_flags(flags: TrainingFlags | None) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.callback(flags.leave)
-        patches.enter_context(patched(module, var_getattr=var_getattr))
+        patches.enter_context(patched(module, **{GETATTR: var_getattr}))
         for kind in vars(symbolic_convert).values():
             if isinstance(kind, type) and issubclass(kind, InstructionTranslatorBase):
                 table = [

@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import ast
 import inspect
-import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import reset_code
 
-from fxpipe.capture.tracing.composite_ops import all_steps
 from fxpipe.codegen.stage.compile_regions import cut
 from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.errors import CompileError
 from fxpipe.runtime import Stage
 from fxpipe.runtime.error_notes import user_line
 from fxpipe.runtime.random import nobody_draws
+from fxpipe.torch_internals.compiling.stage_compiler import compiled as through_compiler
+from fxpipe.torch_internals.compiling.stage_compiler import copy_context
 
 from .direct_calls import ANOTHER, MOST_KINDS, inductor, known_call, recorded
 
@@ -39,8 +37,6 @@ Backend = str | Callable[..., Any]
 
 METHODS = ("forward", "backward", "input_gradient", "weight_gradient")
 OWN_CONTEXT = "fxpipe: has a context of its own"  # in the metadata of nodes
-# The limits allow many kinds of calls of one piece: with and without gradients or autocast, sizes 1 and others.
-SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
 
 def compile_stages(package: ModuleType, backend: Backend) -> None:
@@ -88,11 +84,7 @@ class Piece:
     def __init__(self, kind: type[Stage], eager: FunctionType, backend: Backend) -> None:
         self.kind, self.eager, self.backend = kind, eager, backend
         self.known: tuple[Callable[..., Any], ...] = ()  # kinds of calls
-        context: Any = torch._dynamo.optimize(inductor if backend == "inductor" else backend, nopython=True)
-        context.callback = _Alone(context.callback)
-        self.run = context(eager)
-        # Dynamo's table from compiled to original code keeps both alive.
-        weakref.finalize(self, reset_code, eager.__code__).atexit = False
+        self.run = through_compiler(self, eager, inductor if backend == "inductor" else backend, nobody_draws)
 
     def __call__(self, *args: Any) -> Any:
         try:
@@ -146,27 +138,4 @@ def _with_own_contexts(made: Any) -> None:
             nodes = [node, *(before for before, _ in node.next_functions)]  # a view is made of what the node gave
             compiled_node = next((one for one in nodes if one is not None and "Compiled" in one.name()), None)
             if compiled_node is not None and OWN_CONTEXT not in compiled_node.metadata:
-                compiled_node.metadata[OWN_CONTEXT] = compiled_node.register_prehook(_copy_context)
-
-
-def _copy_context(_: Any) -> None:
-    if torch._C._is_key_in_tls("context"):
-        torch._C._stash_obj_in_tls("context", torch._C._get_obj_in_tls("context").copy())
-
-
-class _Alone:
-    """Dynamo's callback for code that is not compiled yet, under our settings and while no thread draws."""
-
-    def __init__(self, compile: Callable[..., Any]) -> None:
-        self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(nobody_draws())
-            stack.enter_context(all_steps())
-            stack.enter_context(torch._dynamo.config.patch(SETTINGS))
-            # Compile backward now too: later, other threads may be drawing random numbers.
-            # What AOTAutograd has cached would not be recorded.
-            settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
-            stack.enter_context(torch._functorch.config.patch(settings))
-            return self._torchdynamo_orig_backend(*args, **kwargs)
+                compiled_node.metadata[OWN_CONTEXT] = compiled_node.register_prehook(copy_context)

@@ -29,6 +29,8 @@ from torch import Tensor, fx
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.random import nobody_draws
 from fxpipe.runtime.streams import new_stream, use_stream
+from fxpipe.torch_internals.compiling.inductor import autograd_backend, takes_a_list
+from fxpipe.torch_internals.tensor_memory import copy_all, memory_key
 
 NAME = "device_graphs"
 WARMUP = 2  # runs before the one that is recorded: libraries set themselves up in the first, and memory moves
@@ -88,12 +90,7 @@ def _no_collection() -> Iterator[None]:
 
 def device_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend of torch.compile: forward and backward of the graph as device graphs."""
-    from torch._dynamo.backends.common import aot_autograd  # late: they take a second
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    run: Callable[..., Any] = aot_autograd(
-        fw_compiler=recorded, bw_compiler=recorded, partition_fn=min_cut_rematerialization_partition
-    )(graph, inputs)
+    run: Callable[..., Any] = autograd_backend(recorded)(graph, inputs)
     return run
 
 
@@ -116,8 +113,7 @@ def recorded(graph: fx.GraphModule, inputs: Sequence[Any]) -> Function:
     def run(args: list[Any]) -> Sequence[Any]:
         return made(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # the name by which torch knows that it takes a list
-    return run
+    return takes_a_list(run)
 
 
 class Recorded:
@@ -180,7 +176,7 @@ class _Graph:
         with recording(device) as self.graph, torch.no_grad():
             found = function(list(inputs))
         same = {id(inputs[k]): k for k in tensors}
-        owners = {inputs[k].untyped_storage()._cdata: k for k in fixed}
+        owners = {memory_key(inputs[k]): k for k in fixed}
         self.results: list[Any] = []  # numbers as they are; of the others None
         self.made: dict[int, Tensor] = {}  # by result, its memory in the graph
         self.given: dict[int, int] = {}  # by result, the argument that it is
@@ -191,7 +187,7 @@ class _Graph:
                 continue
             if id(y) in same:
                 self.given[place] = same[id(y)]
-            elif (owner := owners.get(y.untyped_storage()._cdata)) is not None:
+            elif (owner := owners.get(memory_key(y))) is not None:
                 offset = y.storage_offset() - inputs[owner].storage_offset()
                 self.views[place] = owner, (y.size(), y.stride(), offset)
             else:
@@ -200,7 +196,7 @@ class _Graph:
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The results for these arguments, in memory of their own, or of the arguments."""
         if self.copied:
-            torch._foreach_copy_(self.memory, [args[k] for k in self.copied])
+            copy_all(self.memory, [args[k] for k in self.copied])
         self.graph.replay()
         results = list(self.results)
         for place, k in self.given.items():
@@ -209,7 +205,7 @@ class _Graph:
             results[place] = args[k].as_strided(size, stride, args[k].storage_offset() + offset)
         if self.made:
             copies = [torch.empty_like(y) for y in self.made.values()]
-            torch._foreach_copy_(copies, list(self.made.values()))
+            copy_all(copies, list(self.made.values()))
             for place, y in zip(self.made, copies, strict=True):
                 results[place] = y
         return results

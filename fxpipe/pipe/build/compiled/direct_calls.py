@@ -20,7 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+
+from fxpipe.torch_internals.compiling.call_guards import GUARDS, compiles_as_usual, state_is_like_now, tensors_are_like
+from fxpipe.torch_internals.compiling.inductor import INDUCTOR, checks_of_sizes, compile_fx, compile_inner, is_fallback
+from fxpipe.torch_internals.op_modes import modes_are_active
+from fxpipe.torch_internals.operator_classes import OpOverload, schema
 
 MOST_KINDS = 8  # of calls of a piece; the least recent one is forgotten
 ANOTHER = object()  # what a known kind of call returns for a call of another kind
@@ -62,40 +66,38 @@ class Recorded:
 
 def inductor(graph: fx.GraphModule, examples: Sequence[Any]) -> Any:
     """Inductor, as a backend of torch.compile. Functions that only compute results are recorded."""
-    import torch._inductor.compile_fx as compiler  # late: it takes a second
-    import torch._inductor.config as config
+    if not INDUCTOR.there:
+        return compile_fx(graph, examples)
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
         # Inductor's checks of sizes are for operators whose kernels choose the layout of their results.
-        with config.patch(size_asserts=config.size_asserts and not all(map(_has_own_kernel, nodes))):
-            made: Any = compiler.compile_fx_inner(graph, inputs, **options)
+        with checks_of_sizes(not all(map(_has_own_kernel, nodes))):
+            made: Any = compile_inner(graph, inputs, **options)
         function = getattr(made, "current_callable", None)
         if function is not None and all(map(_only_computes, nodes)):
             made.current_callable = Recorded(function)
         return made
 
-    return compiler.compile_fx(graph, examples, inner_compile=inner)
+    return compile_fx(graph, examples, inner)
 
 
 def _only_computes(node: fx.Node) -> bool:
     """Whether a node has no effect but its result, which its inputs alone decide."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(operator, getattr(target, "__name__", ""), None) is target  # on sizes
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not schema(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _has_own_kernel(node: fx.Node) -> bool:
     """Whether Inductor lays out the memory of the result of a node itself."""
-    from torch._inductor.lowering import fallbacks
-
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return _only_computes(node)
-    tags = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
-    own = target.is_view or not tags.isdisjoint(target.tags) or target._schema.name in OWN
-    return own and target not in fallbacks
+    tags = {torch.Tag.pointwise, torch.Tag.reduction}
+    own = target.is_view or not tags.isdisjoint(target.tags) or schema(target).name in OWN
+    return own and not is_fallback(target)
 
 
 def recorded(run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, list[Run]]:
@@ -111,7 +113,7 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, list[Ru
 def known_call(args: Sequence[Any], result: Any, runs: Sequence[Run]) -> Callable[..., Any] | None:
     """A function for more calls of the kind that gave `result`, in `runs`. It returns ANOTHER, and has done nothing,
     for arguments of another kind. None if something is between call and run that is not known."""
-    if len(runs) != 1 or torch.is_grad_enabled() or not _calm():
+    if len(runs) != 1 or torch.is_grad_enabled() or not GUARDS.there or not _calm():
         return None
     [(run, given, made)], names = runs, [f"a{k}" for k in range(len(args))]
     tensors = {name: arg for name, arg in zip(names, args, strict=True) if isinstance(arg, Tensor)}
@@ -129,31 +131,17 @@ def known_call(args: Sequence[Any], result: Any, runs: Sequence[Run]) -> Callabl
                f"{name} is None" for name, value in numbers.items()]  # fmt: skip
     code = f"def call({', '.join(names)}):\n if not ({' and '.join(checks)}):\n  return another\n"
     known: dict[str, Any] = {
-        "same": _same(tensors), "state": GlobalStateGuard().check, "calm": _calm, "another": ANOTHER, "run": run,
+        "same": tensors_are_like([*tensors.values()]), "state": state_is_like_now(), "calm": _calm,
+        "another": ANOTHER, "run": run,
     }  # fmt: skip
     exec(f"{code} made = run({passed})\n return {returned}", known)
     call: Callable[..., Any] = known["call"]
     return call
 
 
-def _same(tensors: Mapping[str, Tensor]) -> Callable[..., bool]:
-    """Whether tensors have the types, sizes, strides and devices of these, need gradients as these do, and are
-    different ones."""
-    every = list(tensors.values())
-    sizes: Any = [list(one.shape) for one in every]
-    strides: Any = [list(one.stride()) for one in every]
-    guards: Any = TensorGuards(*every, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    check: Callable[..., bool] = guards.check
-    return check
-
-
 def _calm() -> bool:
     """Whether no mode sees the ops of this thread, and torch.compile works as usual."""
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._dynamo.eval_frame._stance.stance == "default"
-    )
+    return not modes_are_active() and compiles_as_usual()
 
 
 def _source(value: Any, places: Mapping[int, str]) -> str | None:

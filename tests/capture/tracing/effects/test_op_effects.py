@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import target_name
-from tests.helpers.marks import since_torch
 
 
 class Counts(nn.Module):
@@ -33,9 +32,6 @@ class Steps(nn.Module):
         return y * view
 
 
-TRACED = since_torch("2.12", "a model that casts its layers in forward is kept whole")
-
-
 class Cast(nn.Module):
     """Sees to it in forward that its layer is of this type."""
 
@@ -49,7 +45,6 @@ class Cast(nn.Module):
         return y
 
 
-@TRACED
 def test_a_layer_may_be_cast_to_the_type_that_it_has() -> None:
     graph = capture(Cast(), (torch.ones(4, 2),))
     assert [target_name(op.target) for op in graph.ops] == ["linear"]
@@ -61,7 +56,6 @@ class Doubles(Cast):
         return super().forward(x)
 
 
-@TRACED
 def test_a_parameter_may_not_get_other_data() -> None:
     with pytest.raises(CaptureError, match=r"writes into fc.weight, a parameter"):
         capture(Doubles(), (torch.ones(4, 2),))

@@ -1,27 +1,29 @@
 """Stage 0 of 1 on cpu:0.
 
-    takes  x             f64[b, 5, 8]   from the caller
-    takes  target        f64[b, 5, 8]   from the caller
-    gives  loss          f64[]          to the caller
-    keeps  layer_norm    f64[b, 5, 8]   for backward
-    keeps  mean          f64[b, 5, 1]   for backward
-    keeps  rstd          f64[b, 5, 1]   for backward
-    keeps  v             f64[b, 5, 8]   for backward
-    keeps  mul           f64[b, 5, 8]   for backward
-    keeps  mul_1         f64[b, 8, 5]   for backward
-    keeps  safe_softmax  f64[b, 5, 5]   for backward
-    keeps  y             f64[b, 5, 8]   for backward
-    keeps  empty_like_2  f64[b, 5, 8]   for backward
-    keeps  x_1           f64[b, 5, 8]   for backward
-    keeps  layer_norm_1  f64[b, 5, 8]   for backward
-    keeps  mean_1        f64[b, 5, 1]   for backward
-    keeps  rstd_1        f64[b, 5, 1]   for backward
-    keeps  linear_2      f64[b, 5, 16]  for backward
-    keeps  h             f64[b, 5, 16]  for backward
-    keeps  empty_like_5  f64[b, 5, 8]   for backward
-    keeps  output        f64[b, 5, 8]   for backward
+    takes  x                             f64[b, 5, 8]     from the caller
+    takes  target                        f64[b, 5, 8]     from the caller
+    takes  b                             int              x.shape[0]
+    gives  loss                          f64[]            to the caller
+    keeps  layer_norm                    f64[b, 5, 8]     for backward
+    keeps  mean                          f64[b, 5, 1]     for backward
+    keeps  rstd                          f64[b, 5, 1]     for backward
+    keeps  getitem_3                     f64[b, 1, 5, 8]  for backward
+    keeps  getitem_4                     f64[b, 1, 5, 8]  for backward
+    keeps  getitem_5                     f64[b, 1, 5, 8]  for backward
+    keeps  scaled_dot_product_attention  f64[b, 1, 5, 8]  for backward
+    keeps  logsumexp                     f64[b, 1, 5]     for backward
+    keeps  y                             f64[b, 5, 8]     for backward
+    keeps  empty_like_2                  f64[b, 5, 8]     for backward
+    keeps  x_1                           f64[b, 5, 8]     for backward
+    keeps  layer_norm_1                  f64[b, 5, 8]     for backward
+    keeps  mean_1                        f64[b, 5, 1]     for backward
+    keeps  rstd_1                        f64[b, 5, 1]     for backward
+    keeps  linear_2                      f64[b, 5, 16]    for backward
+    keeps  h                             f64[b, 5, 16]    for backward
+    keeps  empty_like_5                  f64[b, 5, 8]     for backward
+    keeps  output                        f64[b, 5, 8]     for backward
 
-41 ops, 600 parameters
+35 ops, 600 parameters
 """
 
 from typing import Any
@@ -63,29 +65,20 @@ class Stage0(Stage):
         "down.bias",
     )
 
-    def forward(self, x: Tensor, target: Tensor, draw: Draws) -> tuple[Tensor, list[Any]]:
+    def forward(self, x: Tensor, target: Tensor, b: int, draw: Draws) -> tuple[Tensor, list[Any]]:
         # backward_nets.py:39  q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         layer_norm, mean, rstd = torch.native_layer_norm(x, [8], self.norm1.weight, self.norm1.bias, 1e-05)
         linear = F.linear(layer_norm, self.qkv.weight, self.qkv.bias)
         q, k, v = linear.chunk(3, dim=-1)
 
-        # backward_nets.py:40  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mul = q * 0.5946035575013605
-        del q
-        ones = torch.ones([5, 5], dtype=torch.bool, device=torch.device("cpu"))
-        tril = torch.tril(ones)
-        scalar_tensor = torch.scalar_tensor(float("-inf"), dtype=torch.float64, device=torch.device("cpu"))
-        scalar_tensor_1 = torch.scalar_tensor(0.0, dtype=torch.float64, device=torch.device("cpu"))
-        where = torch.where(tril, scalar_tensor_1, scalar_tensor)
-        transpose = k.transpose(-2, -1)
-        mul_1 = transpose * 0.5946035575013605
-        del k, transpose
-        bmm = torch.bmm(mul, mul_1)
-        add = bmm + where
-        safe_softmax = torch.ops.aten._safe_softmax(add, -1)
-        del add
-        bmm = torch.bmm(safe_softmax, v)
-        y = bmm.reshape(-1, 5, 8)
+        # backward_nets.py:40  y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_c ...
+        getitem_3 = q[:, None]
+        getitem_4 = k[:, None]
+        getitem_5 = v[:, None]
+        scaled_dot_product_attention, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            getitem_3, getitem_4, getitem_5, 0.0, True
+        )
+        y = scaled_dot_product_attention[:, 0]
 
         # backward_nets.py:41  x = x + self.drop(self.out(y))
         linear = F.linear(y, self.out.weight, self.out.bias)
@@ -125,10 +118,11 @@ class Stage0(Stage):
                 layer_norm,
                 mean,
                 rstd,
-                v,
-                mul,
-                mul_1,
-                safe_softmax,
+                getitem_3,
+                getitem_4,
+                getitem_5,
+                scaled_dot_product_attention,
+                logsumexp,
                 y,
                 empty_like_2,
                 x_1,
@@ -139,6 +133,7 @@ class Stage0(Stage):
                 h,
                 empty_like_5,
                 output,
+                b,
             ],
         )
 
@@ -151,10 +146,11 @@ class Stage0(Stage):
             layer_norm,
             mean,
             rstd,
-            v,
-            mul,
-            mul_1,
-            safe_softmax,
+            getitem_3,
+            getitem_4,
+            getitem_5,
+            scaled_dot_product_attention,
+            logsumexp,
             y,
             empty_like_2,
             x_1,
@@ -165,6 +161,7 @@ class Stage0(Stage):
             h,
             empty_like_5,
             output,
+            b,
         ) = kept
         kept.clear()
         # gradient of the loss function
@@ -177,9 +174,9 @@ class Stage0(Stage):
         view = dlinear.reshape(-1, 8)
         mm = torch.mm(view, self.down.weight)
         t = view.t()
-        view_10_ = h.reshape(-1, 16)
-        ddown_weight = accumulate_mm(sums[10], t, view_10_)
-        del h, t, view_10_
+        view_1_ = h.reshape(-1, 16)
+        ddown_weight = accumulate_mm(sums[10], t, view_1_)
+        del h, t, view_1_
         ddown_bias = accumulate(sums[11], view.sum(dim=0))
         del view
         dh = mm.reshape(-1, 5, 16)
@@ -190,9 +187,9 @@ class Stage0(Stage):
         view = dlinear.reshape(-1, 16)
         mm = torch.mm(view, self.up.weight)
         t = view.t()
-        view_8_ = layer_norm_1.reshape(-1, 8)
-        dup_weight = accumulate_mm(sums[8], t, view_8_)
-        del layer_norm_1, t, view_8_
+        view_2_ = layer_norm_1.reshape(-1, 8)
+        dup_weight = accumulate_mm(sums[8], t, view_2_)
+        del layer_norm_1, t, view_2_
         dup_bias = accumulate(sums[9], view.sum(dim=0))
         del dlinear, view
         dlayer_norm = mm.reshape(-1, 5, 8)
@@ -211,32 +208,51 @@ class Stage0(Stage):
         view = dlinear.reshape(-1, 8)
         mm = torch.mm(view, self.out.weight)
         t = view.t()
-        view_6_ = y.reshape(-1, 8)
-        dout_weight = accumulate_mm(sums[4], t, view_6_)
-        del y, t, view_6_
+        view_3_ = y.reshape(-1, 8)
+        dout_weight = accumulate_mm(sums[4], t, view_3_)
+        del y, t, view_3_
         dout_bias = accumulate(sums[5], view.sum(dim=0))
         del dlinear, view
         dy = mm.reshape(-1, 5, 8)
 
-        # gradient of backward_nets.py:40  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        transpose = safe_softmax.transpose(1, 2)
-        dv = torch.bmm(transpose, dy)
-        transpose = v.transpose(1, 2)
-        bmm = torch.bmm(dy, transpose)
-        del v, mm, dy
-        softmax_backward_data = torch.ops.aten._softmax_backward_data(bmm, safe_softmax, -1, torch.float64)
-        del safe_softmax
-        transpose = mul.transpose(1, 2)
-        bmm = torch.bmm(transpose, softmax_backward_data)
-        del mul
-        transpose = mul_1.transpose(1, 2)
-        bmm_5 = torch.bmm(softmax_backward_data, transpose)
-        del mul_1, softmax_backward_data, transpose
-        mul = bmm * 0.5946035575013605
-        del bmm
-        dk = mul.transpose(-2, -1)
-        dq = bmm_5 * 0.5946035575013605
-        del bmm_5
+        # gradient of backward_nets.py:40  y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, ...
+        select_backward = torch.ops.aten.select_backward(dy, [b, 1, 5, 8], 1, 0)
+        del mm, dy
+        dscaled_dot_product_attention = torch.ops.aten.slice_backward(
+            select_backward, [b, 1, 5, 8], 0, 0, 9223372036854775807, 1
+        )
+        del select_backward
+        (
+            dgetitem,
+            dgetitem_4,
+            dgetitem_5,
+        ) = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dscaled_dot_product_attention,
+            getitem_3,
+            getitem_4,
+            getitem_5,
+            scaled_dot_product_attention,
+            logsumexp,
+            0.0,
+            True,
+        )
+        del (
+            getitem_3,
+            getitem_4,
+            getitem_5,
+            scaled_dot_product_attention,
+            logsumexp,
+            dscaled_dot_product_attention,
+        )
+        squeeze = dgetitem_5.squeeze(1)
+        dv = torch.ops.aten.slice_backward(squeeze, [b, 5, 8], 0, 0, 9223372036854775807, 1)
+        del dgetitem_5
+        squeeze = dgetitem_4.squeeze(1)
+        dk = torch.ops.aten.slice_backward(squeeze, [b, 5, 8], 0, 0, 9223372036854775807, 1)
+        del dgetitem_4
+        squeeze = dgetitem.squeeze(1)
+        dq = torch.ops.aten.slice_backward(squeeze, [b, 5, 8], 0, 0, 9223372036854775807, 1)
+        del dgetitem, squeeze
 
         # gradient of backward_nets.py:39  q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         dlinear = torch.cat([dq, dk, dv], dim=2)

@@ -1,0 +1,1 @@
+"""torch.compile and Inductor, for stages that are compiled."""

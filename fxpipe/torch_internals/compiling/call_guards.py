@@ -1,0 +1,43 @@
+"""Checks that a call is of the kind that was compiled, in the time of one small op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.torch_internals.capability import Capability
+
+GUARDS = Capability(
+    what="checks of tensors and of torch's global state",
+    names=(
+        "torch._C._dynamo.guards.GlobalStateGuard",
+        "torch._C._dynamo.guards.TensorGuards",
+        "torch._dynamo.eval_frame._stance.stance",
+    ),
+    since="2.7",
+    without="compiled stages are called through torch.compile's own checks, which takes longer",
+)
+
+
+def tensors_are_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check whether tensors have the types, sizes, strides and devices of these, need gradients as these do, and are
+    different ones."""
+    sizes: Any = [list(one.shape) for one in tensors]
+    strides: Any = [list(one.stride()) for one in tensors]
+    guards: Any = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+def state_is_like_now() -> Callable[[], bool]:
+    """A check whether torch's global state, such as autocast, is that of now."""
+    check: Callable[[], bool] = torch._C._dynamo.guards.GlobalStateGuard().check
+    return check
+
+
+def compiles_as_usual() -> bool:
+    """Whether torch.compile is neither switched off nor told to do something else."""
+    return bool(torch._dynamo.eval_frame._stance.stance == "default")

@@ -1,0 +1,60 @@
+"""Tensors with shapes, types and layouts, and no memory, whose sizes may be symbols."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from .capability import Capability
+
+FAKE_TENSORS = Capability(
+    what="tensors without memory",
+    names=("torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    since="1.13",
+    without="fxpipe does not start: torch.compile's own tracing stands on them, so every version has them",
+    needed=True,
+)
+SYMBOLIC_SIZES = Capability(
+    what="symbols as sizes of tensors without memory",
+    names=(
+        "torch._dynamo.source.ConstantSource",
+        "torch.fx.experimental.symbolic_shapes.DimDynamic",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    ),
+    since="2.1",
+    without='backward="code" is refused for sizes that vary',
+)
+
+__all__ = ["FakeTensor", "FakeTensorMode", "Symbols", "python_kernels", "unset_fake_temporarily"]
+
+
+def python_kernels() -> AbstractContextManager[Any]:
+    """A context in which ops run by their kernels in Python, since some of the others know no symbols."""
+    return enable_python_dispatcher()
+
+
+class Symbols:
+    """Symbols for sizes, and a mode `fake` in which tensors have such sizes. Raises FxpipeError."""
+
+    def __init__(self, cached: bool) -> None:
+        SYMBOLIC_SIZES.need('backward="code"')
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.fake.cache_enabled = cached
+
+    def size(self, name: str, value: int) -> tuple[Any, Any]:
+        """A symbol, and a size that is this symbol, with this value while tracing."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(name)
+        symbol = self.env.create_symbol(
+            value, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=True,
+            do_not_specialize_zero_one=True,
+        )  # fmt: skip
+        return symbol, self.env.create_symintnode(symbol, hint=value, source=source)
