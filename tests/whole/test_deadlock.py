@@ -36,7 +36,7 @@ def test_no_program_can_deadlock(name: str) -> None:
         if len(options.devices) <= len(graph.ops):  # a stage has at least one
             cluster = local_cluster(every_device(options))
             profile = estimate(graph, sizes, cluster.device(options.devices[0]))
-            made = draft(graph, profile, sizes, cluster, options, None)
+            made = draft(graph, profile, sizes, cluster, options, None, {})
             check(add_transfers(made.schedule, made.program))
 
 

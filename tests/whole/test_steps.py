@@ -133,7 +133,7 @@ def steps_of(graph: Graph, model: nn.Module, options: Options, call: Any) -> Ite
     flat = [given[item.name] for item in graph.inputs if item.path]
     cluster, sizes = local_cluster(every_device(options)), micro_batch_sizes(graph, flat, options.chunks)
     profile = estimate(graph, sizes, cluster.device(options.devices[0]))
-    made = whole_build.build(graph, profile, sizes, cluster, options, None)
+    made = whole_build.build(graph, profile, sizes, cluster, options, None, {})
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         package = load_package(folder)

@@ -129,7 +129,7 @@ def pipeline_of(graph: Graph, model: nn.Module, config: Config, call: Any) -> It
     modes = checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint)
     sizes, cluster = micro_batch_sizes(graph, flat, chunks), local_cluster(labels)
     profile = estimate(graph, sizes, cluster.device(labels[0]))
-    made = whole_build.build(graph, profile, sizes, cluster, Options(labels, chunks, checkpoint=modes), None)
+    made = whole_build.build(graph, profile, sizes, cluster, Options(labels, chunks, checkpoint=modes), None, {})
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         package = load_package(folder)

@@ -8,8 +8,8 @@ whole model.
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from fxpipe.pipe.processes import Tensors
 
 from .parallelize import fill
 from .ranks import Ranks
-from .released_tensors import Released, release, restored
+from .released_tensors import Released, release, restored, standing_in_for_released
 from .torch_clipping import unless_partial
 
 # Where earlier pipes have put the tensors of a model: the ranks of their group, and the owner of each tensor by path.
@@ -84,9 +84,11 @@ class RankTensors(Tensors):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         parts = {path: tensor for path, tensor in self._now().items() if isinstance(tensor, DTensor)}
         elsewhere = tensors_of(self.model).keys() - self.held().keys()
-        kept = OrderedDict((k, value) for k, value in state_dict.items() if k not in elsewhere and k not in parts)
-        kept._metadata = self._versions(state_dict)  # type: ignore[attr-defined]
-        found = self.model.load_state_dict(kept, strict=False, assign=assign and not parts)
+        kept = {key: value for key, value in state_dict.items() if key not in elsewhere and key not in parts}
+        with ExitStack() as standing:  # a norm loads a number that an old state_dict does not have
+            for module in self.model.modules():
+                standing.enter_context(standing_in_for_released(module))
+            found = self.model.load_state_dict(kept, strict=False, assign=assign and not parts)
         missing = [key for key in found.missing_keys if key not in elsewhere and key not in parts]
         missing += [key for key in parts if key not in state_dict]
         if strict and (missing or found.unexpected_keys):
@@ -97,15 +99,6 @@ class RankTensors(Tensors):
         for key in parts.keys() & state_dict.keys():
             fill(parts[key], state_dict[key])
         return type(found)(missing, found.unexpected_keys)
-
-    def _versions(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The versions of modules that a state_dict is of, in torch's form. Those of modules whose buffers other ranks
-        have are as now: for older ones, a norm would load a buffer that is not given."""
-        found = dict(getattr(state_dict, "_metadata", None) or {})
-        for path, module in self.model.named_modules():
-            if any(isinstance(buffer, Released) for buffer in module._buffers.values()):
-                found[path] = {"version": module._version}
-        return found
 
     def release_others(self) -> None:
         """Let go of the tensors that belong to other ranks, once it is decided which do, and this rank has values for

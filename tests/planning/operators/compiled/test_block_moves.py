@@ -55,7 +55,7 @@ def test_patterns_of_one_operator_are_found_in_others():
     def like(name, degrees):
         """How each operator is cut that is cut like this one."""
         i = at[name]
-        row = next(r for r in range(p.row_first[i], p.row_first[i + 1]) if tuple(p.degrees[r]) == (*degrees, 1))
+        row = next(r for r in range(p.row_first[i], p.row_first[i + 1]) if tuple(p.degrees[r]) == (*degrees, 1, 1))
         rows = q.row_for[q.pattern_of[row]]
         return {other: tuple(map(int, p.degrees[rows[j], :4])) for other, j in at.items()}
 
