@@ -82,7 +82,7 @@ def test_explain(pipe: fxpipe.Pipe) -> None:
         ["64 B", "64 B", "except_last"],
         ["64 B", "64 B", "except_last"],
     ]
-    assert rows[3:] == ["", "shared: first_weight, at home in stage 0, used by stage 2, 72 B once a step"]
+    assert rows[3:] == ["", "shared: first_weight, at home in stage 0, used by stage 2, 256 B once a step"]
 
 
 def test_portals_are_named() -> None:
