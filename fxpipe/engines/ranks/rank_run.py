@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -78,7 +79,8 @@ class RankRun:
             self.shards.begin(broken)
         if not m.grad:
             wrap(m, dict.fromkeys(("forward", "forward_to_recompute"), keep_nothing))
-        with standing_in(stages) as pairs:
+        nothing: list[list[Pair]] = [[] for _ in stages]  # a rank that has failed may not have its tensors
+        with nullcontext(nothing) if broken else standing_in(stages) as pairs:
             own = [] if broken else self.program.own
             m.begin(self.steps, pairs, scale, {}, [self.transport] * len(stages), own, observer)
             if observer is not None:

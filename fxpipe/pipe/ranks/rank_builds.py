@@ -126,6 +126,7 @@ class RankBuilds:
                 "in training on one rank and in evaluation on the other, or does the loss function differ?"
             )
         made = self.cache.built(graph, inputs)
+        self.ranks.built |= new
         if new:  # and all have agreed on it
             self.known[key] = len(self.keys)
             self.texts.append(self._text(graph, key))

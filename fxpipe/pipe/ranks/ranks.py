@@ -28,6 +28,7 @@ from .parallelize import Parallel
 from .rank_arguments import Given
 from .rank_calls import Call, RankCalls, Refuse
 from .rank_consistency import on_each
+from .released_tensors import trim
 
 R = TypeVar("R")
 
@@ -41,6 +42,7 @@ class Ranks(Processes):
     - `unsharded`: whether the plan shards parameters over replicas, and that is still to be done; `sharded`: the paths
       of those of all ranks.
     - `number`: of the pipe, the same on all ranks.
+    - `built`: whether the call under way is of a new kind.
     - `gathered`: whether the model here has values of other ranks, which the next call changes.
     - `refuse`: takes part in a call that has failed on this rank, so that all ranks learn of the error.
     - `release_others`: lets go of the tensors that belong to other ranks.
@@ -54,7 +56,7 @@ class Ranks(Processes):
         self.world, self.calls, self.checks_inputs = world, RankCalls(world, check_inputs), check_inputs
         self.parallel: Parallel | None = None
         self.unsharded, self.sharded = False, frozenset[str]()
-        self.gathered = False
+        self.gathered = self.built = False
         self.number = world.open.made
         self._left = weakref.finalize(self, world.open.leave, self.number)
 
@@ -66,7 +68,12 @@ class Ranks(Processes):
             if self.gathered:
                 self.release_others()
                 self.gathered = False
-            return self.calls.make(call, given, self.refuse, name)
+            try:
+                return self.calls.make(call, given, self.refuse, name)
+            finally:
+                if self.built:
+                    trim()
+                    self.built = False
 
     def take(
         self, live: RunningPackage, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0

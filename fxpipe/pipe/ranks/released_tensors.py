@@ -9,6 +9,8 @@ It keeps its shape, dtype and name, so that the model can be captured again, fro
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -132,6 +134,15 @@ def release(tensors: Mapping[str, Tensor], kept: Iterable[Tensor], where: Callab
     for path, tensor in tensors.items():
         if id(tensor) not in own and not isinstance(tensor, Released):
             released(tensor, path, where(path))
+
+
+def trim() -> None:
+    """Return memory that is free to the system, where the C library of this process keeps it: tensors of some MiB, as
+    those of a model or in messages, otherwise stay a part of the process after they are gone. Once a kind of call."""
+    gc.collect()
+    library: Any = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # the C library of GNU
+        library.malloc_trim(0)
 
 
 @contextmanager
