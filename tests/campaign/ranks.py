@@ -78,9 +78,9 @@ def outcome(found: Any) -> tuple[str, str]:
 def together(group: Any, part: Result, subject: Any, pipe: Any) -> Result:
     """What the ranks have of gradients and buffers, put together; outputs and loss are on each."""
     mine = {id(tensor) for tensor in pipe.own_tensors().values()}
-    names = {*subject.twin.state_dict()}
-    own = {name for name, p in (*subject.twin.named_parameters(), *subject.twin.named_buffers()) if id(p) in mine}
-    kept = {name: value for name, value in part.gradients.items() if name in own or name not in names}
+    tensors = {**dict(subject.twin.named_parameters()), **dict(subject.twin.named_buffers())}
+    own = {name for name, tensor in tensors.items() if id(tensor) in mine}
+    kept = {name: value for name, value in part.gradients.items() if name in own or name not in tensors}
     buffers = {name: value for name, value in part.buffers.items() if name in own}
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, (kept, buffers), group)
