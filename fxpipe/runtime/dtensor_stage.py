@@ -11,6 +11,9 @@ while the ranks of the mesh have different parts of it:
 
 The gradient of a lifted value is the sum over the ranks, as with torch's ColwiseParallel and RowwiseParallel, whose
 hooks on modules do the same. An op for which DTensor has no rule raises DTensor's error, which names the op.
+
+Where an op makes one result of all parts, only sums of products and plain sums are left to DTensor: other ops get the
+whole values. DTensor's gradients of means of losses divide by the number of elements of a part, and it adds up norms.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.torch_internals.pytrees import tree_leaves, tree_map
 
 from .stage import Stage
+
+SUMS = {"addmm", "baddbmm", "bmm", "einsum", "embedding", "linear", "matmul", "mean", "mm", "mv", "sum"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,11 @@ class Parts(TorchFunctionMode):
         if writes(func) and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
             return func(*tree_map(self.plain, args), **tree_map(self.plain, kwargs))
         args, kwargs = tree_map(self.lift, (args, kwargs))
-        return tree_map(self.settle, func(*args, **kwargs))
+        found = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, DTensor)]
+        if results and not adds_up(func) and not any(map(cut, results)) and any(map(cut, tree_leaves((args, kwargs)))):
+            return func(*tree_map(self.plain, args), **tree_map(self.plain, kwargs))
+        return tree_map(self.settle, found)
 
     def lift(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -79,11 +88,20 @@ class Parts(TorchFunctionMode):
         return DTensor.from_local(value, self.mesh, self.alike, run_check=False)
 
     def settle(self, value: Any) -> Any:
-        cut = isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements)
-        return value if cut else self.plain(value)
+        return value if cut(value) else self.plain(value)
 
     def plain(self, value: Any) -> Any:
         return value.redistribute(placements=self.alike).to_local() if isinstance(value, DTensor) else value
+
+
+def cut(value: Any) -> bool:
+    """Whether the ranks have different parts of a value."""
+    return isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements)
+
+
+def adds_up(func: Any) -> bool:
+    """Whether a function of torch that takes parts and gives a whole result adds up what it computes of the parts."""
+    return getattr(func, "__name__", "").strip("_").removeprefix("r") in SUMS
 
 
 def writes(func: Any) -> bool:

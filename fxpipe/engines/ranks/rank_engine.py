@@ -42,7 +42,7 @@ from .rank_run import RankObserver, RankRun
 from .rank_timer import RankTimer
 from .replicas.replica_reduce import broadcast_values, commit_statistics, written
 from .replicas.shard_exchange import ShardExchange
-from .weight_exchange import WrittenLoans
+from .weight_exchange import WholeLoans, WrittenLoans
 
 
 class RankScheduler:
@@ -143,7 +143,8 @@ class RankScheduler:
         m.slice_of(whole, self.program.replica, self.program.routes)
         if self.shards is not None:
             error = error or self._unshardable(whole)
-        return RankRun(self.steps, self.program, m, whole, error, given, self.shards)
+        lent = WholeLoans({}) if self.parallel is None else self.parallel.lent
+        return RankRun(self.steps, self.program, m, whole, error, given, self.shards, lent)
 
     def join(self) -> None:
         """Make the groups of collectives, but for ranks that share memory, and copy the states of the first

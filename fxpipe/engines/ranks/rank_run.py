@@ -31,7 +31,7 @@ from .rank_transport import RankTransport
 from .rendezvous import LEADER
 from .replicas.shard_exchange import ShardExchange
 from .step_consensus import Failure, Numbers, consensus, share_value
-from .weight_exchange import WeightExchange
+from .weight_exchange import WeightExchange, WholeLoans
 
 
 class RankObserver(Observer, Protocol):
@@ -53,6 +53,7 @@ class RankRun:
     - `inputs`: the same, read.
     - `numbers`: the outputs that are one number, by index.
     - `shards`: the exchange of parameters between replicas that each have a part of them, or None.
+    - `lent`: the lent tensors of which this rank has a part, whole.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class RankRun:
         whole: Batches,
         error: BaseException | None,
         given: Callable[[], Unread],
-        shards: ShardExchange | None = None,
+        shards: ShardExchange | None,
+        lent: WholeLoans,
     ) -> None:
         self.steps, self.program, self.world, self.m, self.whole = steps, program, program.world, m, whole
         self.given, self.shards = cache(given), shards
         self.transport = RankTransport(program, m, error, self.given, shards)
-        self.weights = WeightExchange(m, self.transport)
+        self.weights = WeightExchange(m, self.transport, lent)
         self.numbers: Numbers = {}
         self.inputs: dict[str, int] = {}
 

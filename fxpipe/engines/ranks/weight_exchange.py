@@ -12,7 +12,7 @@ Such tensors are few and small, and go from host to host.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,15 +32,38 @@ from .rank_transport import RankTransport
 from .replicas.replica_reduce import BucketReduce
 
 
+class WholeLoans:
+    """The tensors of which this rank has a part only, whole, for the stages that borrow them in a step.
+
+    - `values`: by their paths.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.values = values
+        self._aliases: dict[str, list[Tensor]] = {path: [] for path in values}
+
+    def alias(self, path: str) -> Tensor:
+        """A tensor for one borrower, which collects its gradient."""
+        found = alias(self.values[path])
+        self._aliases[path].append(found)
+        return found
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The sum of the gradients of all borrowers, by path; None if there are none."""
+        known = {path: [one.grad for one in lent if one.grad is not None] for path, lent in self._aliases.items()}
+        return {path: sum(grads[1:], start=grads[0]) if grads else None for path, grads in known.items()}
+
+
 class WeightExchange:
     """Lent tensors and gradients of one rank in one step.
 
+    - `whole`: the lent tensors of which this rank has a part.
     - `awaited`: for each stage of this rank, the loans from other ranks that it has not received yet.
     - `exchanges`: by the name of a message for a part of a bucket, the bucket and the part's number.
     """
 
-    def __init__(self, m: Step, transport: RankTransport) -> None:
-        self.m, self.transport, self.program = m, transport, transport.program
+    def __init__(self, m: Step, transport: RankTransport, whole: WholeLoans) -> None:
+        self.m, self.transport, self.program, self.whole = m, transport, transport.program, whole
         self.table = self.program.table
         self.awaited: dict[int, list[LentTensor]] = {}
         self.exchanges: dict[str, tuple[BucketReduce, int]] = {}
@@ -54,11 +77,17 @@ class WeightExchange:
 
     def lend(self) -> None:
         """Prepare the messages with tensors that other ranks borrow, and note the tensors that they lend. Loans between
-        stages of this rank are done by the scheduler."""
+        stages of this rank are done by the scheduler, but for tensors of which this rank has a part."""
         for loan in self.table.lent:
             home, user = self.program.here(loan.home), self.program.here(loan.user)
-            if home and not user and self.m.replica == 0:
-                tensor = self._held(loan.home, loan.path, loan.constant)
+            whole = self.whole.values.get(loan.path) if home and not loan.constant else None
+            if home and user and whole is not None:
+                lent = self.whole.alias(loan.path)
+                setattr(self.m.lent, loan.borrowed, lent)
+                if lent.requires_grad:
+                    self.m.fresh[loan.user].append(lent)
+            elif home and not user and self.m.replica == 0:
+                tensor = self._held(loan.home, loan.path, loan.constant) if whole is None else whole
                 for k in range(len(self.table.replica_groups[loan.user])):
                     lent = tensor.detach().requires_grad_(tensor.requires_grad)
                     self.transport.arrived[self._key(loan, k)] = lent
@@ -107,7 +136,9 @@ class WeightExchange:
             return
         loan = self._loan(message.value, message.source)
         grad = self.transport.open_message(self.program.key(message))
-        if grad is not None:
+        if grad is not None and loan.path in self.whole.values and not loan.constant:
+            self.whole.alias(loan.path).grad = grad
+        elif grad is not None:
             owned = self._held(loan.home, loan.path, loan.constant)
             stand_in = alias(owned)
             stand_in.grad = grad

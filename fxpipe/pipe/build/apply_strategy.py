@@ -3,7 +3,7 @@ tensor parallelism, which does the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.graph import Graph, Op, Ref, map_refs, target_name
 from fxpipe.ir.operators.group_layout import OpSharding
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.placed_graph import Placed
@@ -29,23 +29,28 @@ from fxpipe.pipe.results.searched import Searched, load
 from fxpipe.planning.operators.fit_strategy import fit
 from fxpipe.planning.operators.reading.read_operators import read
 from fxpipe.planning.stages.loss_placement import with_loss
+from fxpipe.planning.stages.parameter_placement import homes, stages_like
 
 RequestedCall = Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Cuts the ops of a graph and places them on `devices` devices, as the `strategy` for `operators` says."""
+    """Cuts the ops of a graph and places them on `devices` devices, as the `strategy` for `operators` says.
+
+    - `first`: the graph of the first kind of call; later kinds may have other operators, cut like their first input.
+    """
 
     operators: OperatorGraph
     strategy: Strategy
     devices: int
+    first: Graph | None = None
 
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
         """Raises PlanError if the strategy does not fit this graph, or an op cannot be cut."""
         reading = read(graph, sizes)
         try:
-            fitted = fit(self.operators, self.strategy, reading.operators, self.devices)
+            fitted = fit(self.operators, self.strategy, reading.operators, self.devices, self.first is not None)
         except ValueError as error:
             raise PlanError(str(error)) from None
         placed = shard(graph, reading, fitted, sizes)
@@ -54,11 +59,16 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Cuts the ops of a graph over the groups of a plan's stages. `whole_sums`: as for `share`."""
+    """Cuts the ops of a graph over the groups of a plan's stages.
+
+    - `whole_sums`: as for `share`.
+    - `first`: the graph of the first kind of call; later kinds may have other ops, which run where their tensors are.
+    """
 
     plan: Plan
     shardings: tuple[OpSharding, ...]
     whole_sums: bool = False
+    first: Graph | None = None
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -69,16 +79,62 @@ class Sharing:
 
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
         """Raises PlanError if the plan does not fit this graph, or an op cannot be cut."""
-        try:
-            plan = self.plan if graph.training else without_others(self.plan, graph)
-            fitted = with_loss(graph, plan)
-            alone = tuple(replace(stage, tensor_parallel=1) for stage in fitted.stages)
-            check_plan(replace(fitted, stages=alone), [op.name for op in graph.ops])
-        except ValueError as error:
-            raise PlanError(str(error)) from None
-        groups = [(len(stage.devices), stage.tensor_parallel) for stage in fitted.stages]
         shardings = {one.op: one for one in self.shardings}
-        return share(graph, sizes, stage_of(fitted), groups, shardings, self.whole_sums)
+        try:
+            stages = stage_of(self._fitted(graph))
+        except ValueError as error:
+            if self.first is None:
+                raise PlanError(str(error)) from None
+            stages = stages_like(graph, homes(self.first, self._fitted(self.first)))
+        if self.first is not None and not same_ops(graph, self.first):
+            shardings = shardings_like(graph, self.first, shardings)
+        groups = [(len(stage.devices), stage.tensor_parallel) for stage in self.plan.stages]
+        return share(graph, sizes, stages, groups, shardings, self.whole_sums)
+
+    def _fitted(self, graph: Graph) -> Plan:
+        """The plan for the ops of this graph. Raises ValueError if it is one for another graph."""
+        plan = self.plan if graph.training else without_others(self.plan, graph)
+        fitted = with_loss(graph, plan)
+        alone = tuple(replace(stage, tensor_parallel=1) for stage in fitted.stages)
+        check_plan(replace(fitted, stages=alone), [op.name for op in graph.ops])
+        return fitted
+
+
+def later(place: Place, first: Graph | None) -> Place:
+    """What places the ops of a kind of call; `first`: the graph of the first kind, None for that one."""
+    return replace(place, first=first) if isinstance(place, (Sharding, Sharing)) else place
+
+
+def same_ops(graph: Graph, first: Graph) -> bool:
+    """Whether ops with the same name compute the same with the same tensors of the model, but for their sizes."""
+    here, there = ({op.name: (op.target, paths) for op, paths in with_paths(one)} for one in (graph, first))
+    return all(there.get(name, what) == what for name, what in here.items())
+
+
+def shardings_like(graph: Graph, first: Graph, known: Mapping[str, OpSharding]) -> dict[str, OpSharding]:
+    """How the ops of a further kind of call are cut: as those of the first kind with the same arguments and tensors of
+    the model, or those without such tensors that have the same name, if results are as large. `known`: the shardings
+    of the first kind."""
+    named = {op.name: op for op in first.ops}
+    weighted = {(op.target, paths): op for op, paths in with_paths(first) if paths}
+    found: dict[str, OpSharding] = {}
+    for op, paths in with_paths(graph):
+        like = weighted.get((op.target, paths)) if paths else named.get(op.name)
+        if like is not None and like.name in known and _what(like) == _what(op):
+            found[op.name] = replace(known[like.name], op=op.name)
+    return found
+
+
+def with_paths(graph: Graph) -> Iterator[tuple[Op, tuple[str, ...]]]:
+    """The ops, each with the paths of the tensors of the model that it reads."""
+    paths = {state.name: state.path for state in graph.states}
+    for op in graph.ops:
+        yield op, tuple(paths[name] for name in op.reads if name in paths)
+
+
+def _what(op: Op) -> tuple[str, ...]:
+    """What an op calls, with which arguments, whatever their names are, and what it returns."""
+    return target_name(op.target), str(map_refs((op.args, op.kwargs), lambda _: Ref(""))), str(op.type)
 
 
 def without_others(plan: Plan, graph: Graph) -> Plan:

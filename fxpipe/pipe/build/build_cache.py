@@ -197,6 +197,13 @@ class BuildCache:
                 show_bytes(moved), 100 * share,
             )  # fmt: skip
 
+    @property
+    def first(self) -> Graph | None:
+        """The graph of the first kind of call, if there was one."""
+        if self.home is not None:
+            return self.home.graph
+        return next((made.graph for made in self.builds.values()), None)
+
     def follow(self, other: BuildCache) -> None:
         """Keep the tensors where a pipe of another copy of the model has them."""
         self.home, self.owners = other.home, dict(other.owners)
@@ -292,7 +299,7 @@ def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     cluster = options.cluster or local_cluster(every_device(options))
     if options.place is not None:
-        return sharded_build.build(graph, sizes, cluster, options, cache.owners)
+        return sharded_build.build(graph, sizes, cluster, options, cache.owners, cache.first)
     with timed("profiling"):
         profile = cache.profile(graph, inputs, sizes, cluster)
     return build(graph, profile, sizes, cluster, options, cache.home, cache.owners)

@@ -30,28 +30,36 @@ from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_byte
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
-from .apply_strategy import Sharing, strategy_of
+from .apply_strategy import Sharing, later, strategy_of
 from .build import Build, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
 
 
 def build(
-    graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options, known: Mapping[str, str] | None = None
+    graph: Graph,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    options: Options,
+    known: Mapping[str, str] | None = None,
+    first: Graph | None = None,
 ) -> Build:
-    """The build for a graph and the numbers of its symbolic sizes. `known`: over ranks, the devices that own tensors of
-    the model already, by path."""
+    """The build for a graph and the numbers of its symbolic sizes.
+
+    - `known`: over ranks, the devices that own tensors of the model already, by path.
+    - `first`: the graph of the first kind of call; None for that one.
+    """
     assert options.place is not None
     trail: dict[str, Program | Placed] = {}
-    place = options.place
+    place = later(options.place, first)
     if options.ranks and isinstance(place, Sharing):
         place = replace(place, whole_sums=True)
     with timed("sharding"):
         placed = rewrite_placed(place(graph, sizes), len(options.devices), trail.__setitem__)
     with timed("profiling"):
-        first = options.devices[0]
-        alone = estimate(placed.graph, sizes, cluster.device(first))
-        profile = on_kinds(placed.graph, sizes, alone, cluster, first)
+        label = options.devices[0]
+        alone = estimate(placed.graph, sizes, cluster.device(label))
+        profile = on_kinds(placed.graph, sizes, alone, cluster, label)
     with timed("planning"):
         where = {op: options.devices[device] for op, device in placed.devices.items()}
         seconds = {cost.name: profile.on(where[cost.name])[cost.name].forward for cost in profile.ops}

@@ -11,7 +11,7 @@ The user's function wraps or shards this rank's part of the model. What it retur
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.mesh_sync import MeshSync
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World
+from fxpipe.engines.ranks.weight_exchange import WholeLoans
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients
@@ -46,9 +47,11 @@ class Parallel:
     - `module`: the module that backward of a step goes through.
     - `beside`: the ranks in the same column of the mesh.
     - `reduces`: whether there are collectives after a step; `gathers`: before or in it.
+    - `averaged`: the parameters whose gradients DistributedDataParallel averages.
     - `cut`: the paths of the tensors of which each rank uses only a part; `shared`: of these, those that replicas of a
       stage share out, so that each saves its part.
     - `owners`: during a step, the parameter and layout for each tensor that a stage holds, by the tensor's `id`.
+    - `lent`: during a step, the tensors of which this rank has a part and that stages borrow, whole.
     """
 
     def __init__(self, part: Part, world: World, replicated: bool, placed: bool) -> None:
@@ -56,9 +59,11 @@ class Parallel:
         self.module: nn.Module = part
         self.beside = MeshSync(())
         self.reduces = self.gathers = False
+        self.averaged: tuple[nn.Parameter, ...] = ()
         self.cut: frozenset[str] = frozenset()
         self.shared: Mapping[str, Any] = {}
         self.owners: dict[int, tuple[Tensor, Layout | None]] = {}
+        self.lent = WholeLoans({})
 
     def apply(self, mesh: Any, function: Function) -> nn.Module:
         """Call the user's function with the part and the mesh; returns its result. Raises FxpipeError if the result is
@@ -75,6 +80,7 @@ class Parallel:
             raise FxpipeError(f"nothing was made of the part: {WHAT}")
         if kind == DDP:
             self.module, self.reduces = made, True
+            self.averaged = tuple(p for p in made.parameters() if p.requires_grad)
         elif kind == FSDP:
             self._begin_fsdp({path: x.dtype for path, x in tensors.items()})
         elif TENSOR in kinds:
@@ -165,6 +171,13 @@ class Parallel:
                 f"nobody would average the gradient of {strange}, which is not the model's: make the loss function a "
                 "part of the model"
             )
+        known = {id(parameter) for parameter in self.averaged}
+        for path, tensor in self.tensors().items() if self.averaged else ():
+            if tensor.requires_grad and id(tensor) not in known:
+                raise FxpipeError(
+                    f"{path} was frozen when DistributedDataParallel was made, which would not average its gradient: "
+                    "unfreeze it before parallelize(), or compile the model again"
+                )
         if not self.cut:
             return
         if scheduler.random:
@@ -174,12 +187,6 @@ class Parallel:
             )
         if any(stage.compiled for stage in scheduler.stages):
             raise FxpipeError("compile_stages is for stages whose tensors are whole; leave it out")
-        for loan in scheduler.table.lent:
-            if scheduler.program.here(loan.home) and loan.path in self.cut and not scheduler.program.here(loan.user):
-                raise FxpipeError(
-                    f"{loan.path} is cut, and stage {loan.user}, on another rank, uses it too: leave it out of the "
-                    "plan of parallelize_module"
-                )
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -199,9 +206,15 @@ class Parallel:
                 error = self._gather()
             if error is None:
                 swapped = self._put(scheduler)
+                self.lent = WholeLoans(
+                    {
+                        path: whole.detach().requires_grad_(self.tensors()[path].requires_grad)
+                        for path, whole in self._lent(scheduler).items()
+                    }
+                )
             yield error
         finally:
-            self.owners = {}
+            self.owners, self.lent = {}, WholeLoans({})
             for held, name, before in swapped:
                 held[name] = before
             for module in self._sharded():
@@ -232,6 +245,21 @@ class Parallel:
                 object.__setattr__(stage, "forward", self.forward_of(stage, mine))
         return swapped
 
+    def _lent(self, scheduler: RankScheduler) -> dict[str, Tensor]:
+        """The tensors of which this rank has a part and that stages borrow, whole. All rows make this call."""
+        now: dict[str, Any] = self.tensors()
+        with torch.no_grad():
+            return {path: now[path].full_tensor() for path in lent_paths(scheduler, self.cut)}
+
+    def _returned(self, gradients: Mapping[str, Tensor | None]) -> Iterator[Graded]:
+        """The parameters that stages have borrowed, each with this rank's part of its gradient. `gradients`: those of
+        the whole parameters, by path."""
+        now: dict[str, Any] = self.tensors()
+        for path, grad in gradients.items():
+            if grad is not None:
+                mesh, placements = now[path].device_mesh, now[path].placements
+                yield now[path], distribute_tensor(grad, mesh, placements, src_data_rank=None)
+
     def forward_of(self, stage: Stage, layouts: Mapping[str, Layout]) -> Forward:
         """A forward for a stage that holds parts of the parameters at the paths of `layouts`."""
         return compute_sharded(stage, layouts)
@@ -246,7 +274,7 @@ class Parallel:
         commit_gradients(others)
         graded = self._graded(ours)
         if self.reduces:
-            add_through(self.module, self.part, graded)
+            add_through(self.module, self.part, graded, self.averaged)
         else:
             commit_gradients([(parameter, holding(parameter, grad)) for parameter, grad in graded])
 
@@ -259,7 +287,16 @@ class Parallel:
                 grad = stand_in.grad if layout is None else layout.whole(stand_in.grad)
                 known = found.get(id(parameter))
                 found[id(parameter)] = parameter, grad if known is None else known[1] + grad
+        for parameter, grad in self._returned(self.lent.gradients()):
+            known = found.get(id(parameter))
+            found[id(parameter)] = parameter, grad if known is None else known[1] + grad
         return list(found.values())
+
+
+def lent_paths(scheduler: RankScheduler, cut: Collection[str]) -> list[str]:
+    """The paths in `cut` of the tensors that stages of this rank lend, sorted."""
+    program = scheduler.program
+    return sorted({loan.path for loan in scheduler.table.lent if program.here(loan.home) and loan.path in cut})
 
 
 def tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -227,7 +227,7 @@ def build_like(cache: BuildCache, graph: Graph, inputs: Sequence[Any], decided: 
     options = cache.options
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     if options.place is not None:
-        return sharded_build.build(graph, sizes, decided.cluster, options, cache.owners)
+        return sharded_build.build(graph, sizes, decided.cluster, options, cache.owners, cache.first)
     devices = tuple(stage.device for stage in decided.plan.stages)
     options = replace(options, plan=decided.plan, schedule=decided.schedule, devices=devices)
     return build(graph, decided.profile, sizes, decided.cluster, options, None, cache.owners)

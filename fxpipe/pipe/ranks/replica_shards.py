@@ -34,10 +34,10 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gathered_parameters import Gathered, Sharded, Shards, gathering_forward
 from fxpipe.runtime.dtensor_stage import Forward, Layout
 
-from .parallelize import Parallel, local
+from .parallelize import Parallel, lent_paths, local
 from .process_group import replica_process_group
 from .released_tensors import release
-from .stage_module import Part
+from .stage_module import Graded, Part
 
 
 class ReplicaShards(Parallel):
@@ -96,32 +96,42 @@ class ReplicaShards(Parallel):
         for stage in scheduler.stages:
             if found := self.cut.intersection(stage.mutates):
                 raise FxpipeError(f"{min(found)} is written by forward in this call, and was sharded before")
-        for loan in scheduler.table.lent:
-            if scheduler.program.here(loan.home) and loan.path in self.cut:
-                raise FxpipeError(
-                    f"{loan.path} is used by stage {loan.user} too in this call, and was sharded before: "
-                    "optimizer_sharding='zero3' is for models whose calls all share the same parameters between stages"
-                )
         scheduler.cut = self.cut
         scheduler.shards = self.exchange if scheduler.replicated else None
 
     @contextmanager
     def held(self, scheduler: RankScheduler, error: BaseException | None) -> Iterator[BaseException | None]:
-        """As of `Parallel`. In a call without replicas, all send their parts to the first one, whatever has failed.
-        Raises RankError if one of them is lost."""
-        if not scheduler.replicated:
-            now = self.tensors()
-            ones = {shards.number: Sharded(shards, local(now[path])) for path, shards in self.shared.items()}
-            try:
-                found = self.exchange.give_first(list(ones.values()))
-            except Lost as lost:
-                raise RankError(str(lost)) from None
-            self._whole = dict(zip(ones, found, strict=True)) if found else {}
+        """As of `Parallel`. In a call without replicas, all send their parts to the first one, and in one with replicas
+        those of lent parameters to each other, whatever has failed. Raises RankError if one of them is lost."""
+        now, paths = self.tensors(), lent_paths(scheduler, self.cut) if scheduler.replicated else [*self.shared]
+        ones = {self.shared[path].number: self._one(path, now) for path in paths}
+        try:
+            found = self.exchange.give(list(ones.values()), scheduler.replicated)
+        except Lost as lost:
+            raise RankError(str(lost)) from None
+        self._whole = dict(zip(ones, found, strict=True)) if found else {}
         try:
             with super().held(scheduler, error) as error:
                 yield error
         finally:
             self._whole = {}
+
+    def _one(self, path: str, now: Mapping[str, Tensor]) -> Sharded:
+        return Sharded(self.shared[path], local(now[path]))
+
+    def _lent(self, scheduler: RankScheduler) -> dict[str, Tensor]:
+        if not scheduler.replicated:
+            return {}  # stages have whole parameters
+        return {path: self._whole[self.shared[path].number] for path in lent_paths(scheduler, self.cut)}
+
+    def _returned(self, gradients: Mapping[str, Tensor | None]) -> Iterator[Graded]:
+        now: dict[str, Any] = self.tensors()
+        try:
+            for path, grad in gradients.items():
+                rows = self.exchange.take(self._one(path, now), grad)
+                yield now[path], Layout.of(now[path]).whole(rows)
+        except Lost as lost:
+            raise RankError(str(lost)) from None
 
     def _put(self, scheduler: RankScheduler) -> list[tuple[dict[str, Any], str, Tensor]]:
         if scheduler.replicated:

@@ -57,15 +57,25 @@ class Carrier(torch.autograd.Function):
         return None, *ctx.grads
 
 
-def add_through(module: nn.Module, part: Part, graded: Sequence[Graded]) -> None:
-    """Add gradients to those of the part's parameters, by a backward of `module`, which wraps the part."""
-    part.set_graded(graded)
+def add_through(module: nn.Module, part: Part, graded: Sequence[Graded], averaged: Sequence[nn.Parameter] = ()) -> None:
+    """Add gradients to those of the part's parameters, by a backward of `module`, which wraps the part. `averaged`: the
+    parameters that DistributedDataParallel waits for: those that have no gradient in this step, or have been frozen
+    since, get zeros for it, and are left as they were."""
+    given = {id(parameter) for parameter, _ in graded}
+    idle = [(p, p.grad, p.requires_grad) for p in averaged if id(p) not in given]
+    for parameter, _, _ in idle:
+        parameter.requires_grad_(True)
+    part.set_graded([*graded, *((p, torch.zeros_like(p)) for p, _, _ in idle)])
     try:
         loss = module()
+        part.set_graded(())
+        if loss.requires_grad:
+            loss.backward()
     finally:
         part.set_graded(())
-    if loss.requires_grad:
-        loss.backward()
+        for parameter, grad, trains in idle:
+            parameter.grad = grad
+            parameter.requires_grad_(trains)
 
 
 def take(module: nn.Module, made: nn.Module, own: Collection[int], known: dict[nn.Module, nn.Module]) -> None:

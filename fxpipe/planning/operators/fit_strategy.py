@@ -12,15 +12,16 @@ from fxpipe.ir.operators.operators import Operator, OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy, check
 
 
-def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices: int) -> Strategy:
+def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices: int, later: bool = False) -> Strategy:
     """The `strategy` of `graph`, for `other`, which is as large as a micro-batch. Raises ValueError, with the operator,
-    if that is another model."""
+    if that is another model. `later`: it is a further kind of call of the same model, which may have operators with
+    weights that the strategy does not know."""
     known = dict(zip(graph.positions, strategy.configs, strict=True))
     found: dict[str, Config] = {}
     for operator in other:
         config = known.get(operator.name)
         if config is None or not _alike(graph.operator(operator.name), operator):
-            if operator.weights:
+            if operator.weights and not later:
                 raise ValueError(_strange(graph, operator))
             config = _follow(operator, found)
         found[operator.name] = config

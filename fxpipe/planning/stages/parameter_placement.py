@@ -154,6 +154,16 @@ def plan_like(
     raise AssertionError("one stage is always possible")
 
 
+def stages_like(graph: Graph, homes: Mapping[str, int]) -> dict[str, int]:
+    """The stage of each op of a later graph, where values may go back to an earlier stage: the home of its parameters,
+    else that of the last op that it reads. `homes` as for `plan_like`."""
+    found: dict[str, int] = {}
+    for op, pin in zip(graph.ops, _pins(graph, homes), strict=True):
+        read = [found[name] for name in op.reads if name in found]
+        found[op.name] = pin if pin is not None else max(read, default=0)
+    return found
+
+
 def _pins(graph: Graph, homes: Mapping[str, int]) -> list[int | None]:
     """For each op the home of most bytes of its parameters and buffers, None if it has none."""
     states = {s.name: (nbytes(s.type, {}), homes[s.path]) for s in graph.states if s.path in homes}

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from benchmarks.integrations import mesh as integration
 from fxpipe import RankError
+from fxpipe.runtime.dtensor_stage import Parts
 from tests.helpers.rendezvous_group import register
 from tests.whole.ranks.cases import Boom, Chain, at, raises, throw
 
@@ -298,11 +298,6 @@ def refused(group: Any) -> None:
     pipe = compiled(tp, noisy, example_inputs=x)
     with raises("the model draws random numbers"):
         pipe.parallelize(tp["tp"], lambda part, mesh: parallelize_module(part, mesh, {"*": ColwiseParallel()}))
-    tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    tied[2].weight = tied[0].weight
-    pipe = compiled(tp, tied, example_inputs=x, split_at=["2"])
-    with raises("0.weight is cut, and stage 1, on another rank, uses it too") if rank < 2 else nullcontext():
-        pipe.parallelize(tp["tp"], lambda part, mesh: parallelize_module(part, mesh, {"*": ColwiseParallel()}))
     together = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     together[1].weight = together[2].weight
     pipe = compiled(tp, together, example_inputs=x, split_at=["1"])
@@ -405,3 +400,49 @@ def without_bias(group: Any) -> None:
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=0)
     pipe.close()
+
+
+# What stages compute of parts -----------------------------------------------------------------------------------------
+
+
+def reduced(x: Any, t: Any) -> dict[str, Any]:
+    """Functions that make one result of all numbers, or of all in a dimension."""
+    return {
+        "mse": F.mse_loss(x, t),
+        "smooth": F.smooth_l1_loss(x, t),
+        "huber": F.huber_loss(x, t),
+        "soft margin": F.soft_margin_loss(x, t.sign()),
+        "l1": F.l1_loss(x, t),
+        "entropy": F.binary_cross_entropy(x.sigmoid(), t.sigmoid()),
+        "logits": F.binary_cross_entropy_with_logits(x, t.sigmoid()),
+        "divergence": F.kl_div(x, t.sigmoid()),
+        "classes": F.cross_entropy(x, t.argmax(1)),
+        "norm": x.norm(),
+        "norms": x.norm(dim=1).sum() + x.norm(dim=0).sum(),
+        "largest": x.amax(1).sum() + x.amax(0).sum(),
+        "variance": x.var(),
+        "mean": x.mean(),
+        "means": (x.mean(0) * t.mean(0)).sum() + (x.mean(1) * t.mean(1)).sum(),
+        "softmax": (x.softmax(1) * t).sum() + (x.softmax(0) * t).sum(),
+        "product": (x @ t.T).square().sum(),
+    }
+
+
+def reductions(group: Any) -> None:
+    """What makes one result of parts has the loss and the gradients of the whole."""
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    x, t = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    for name in reduced(x, t):
+        for dim in range(2):
+            plain = x.clone().requires_grad_()
+            wanted = reduced(plain, t)[name]
+            wanted.backward()
+            part = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+            parts = Parts(mesh)
+            with parts:
+                found = parts.plain(reduced(part, t)[name])
+            found.backward()
+            torch.testing.assert_close(found, wanted, msg=f"{name}, cut on {dim}")
+            assert part.grad is not None
+            torch.testing.assert_close(whole(part.grad), plain.grad, msg=f"{name}, cut on {dim}")

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -25,11 +26,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, which reads it on
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe.runtime.microbatch import split_sizes
 from tests.whole.ranks.pool import Pool, RankFailed
+from tests.whole.test_tensor_parallel import fast
 
 WIDTH, SAMPLES = 4, (1, 2, 3, 4, 5, 7, 8)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -85,6 +91,7 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
     "attends": Attends,
 }
 WRITES = ("scaled", "averaged", "batch norm")
+MESHES = ("ddp", "fsdp", "dtensors")
 Program = tuple[tuple[str, tuple[int, ...]], ...]  # ("unit", one) or ("product", two linear units)
 
 
@@ -120,18 +127,25 @@ class Case:
     turns: tuple[tuple[str, int, int], ...]
 
 
-def drawn(seed: int, ranks: int, forms: Sequence[str] = ("plain", "replicas", "zero3", "tensor parallel")) -> Case:
-    """The case with this number. `forms`: of the parallelism beside the pipeline."""
+def forms(ranks: int) -> list[str]:
+    """Of parallelism beside the pipeline: those for so many ranks."""
+    return ["replicas", "zero3", *(["tensor parallel"] if ranks % 2 == 0 else []), *(MESHES if ranks == 4 else [])]
+
+
+def drawn(seed: int, ranks: int, form: str = "") -> Case:
+    """The case with this number. `form`: the only one, or ""."""
     rng = Random(f"{seed} {ranks}")
-    form = "plain" if rng.random() < 0.7 or ranks < 2 else rng.choice(forms)
+    form = form or ("plain" if rng.random() < 0.6 else rng.choice(forms(ranks)))
     schedule = rng.choice(SCHEDULES if form == "plain" else ("gpipe", "1f1b"))
     kinds = ["linear", "linear", "norm", "scaled", "averaged", "batch norm", "attends"]
     if form != "plain":  # what a slice of the samples changes: statistics
         kinds = [kind for kind in kinds if kind not in WRITES]
+    if form == "dtensors":  # which torch has no attention for, and no tied tensors that are cut in two ways
+        kinds.remove("attends")
     stages = ranks * (2 if schedule in DEALT else 1)
     units = tuple(rng.choice(kinds) for _ in range(rng.randint(max(4, stages), max(7, stages + 2))))
     linear = [at for at, kind in enumerate(units) if kind == "linear"]
-    tied = ((linear[0], linear[-1]),) if len(linear) > 2 and rng.random() < 0.3 else ()
+    tied = ((linear[0], linear[-1]),) if len(linear) > 2 and rng.random() < 0.3 and form != "dtensors" else ()
     programs = tuple(program(rng, how, len(units), linear) for how in range(2 + (rng.random() < 0.25)))
     options: dict[str, Any] = {"chunks": rng.randint(1, 4), "schedule": schedule}
     options["checkpoint"] = rng.choice(CHECKPOINTS)
@@ -139,9 +153,14 @@ def drawn(seed: int, ranks: int, forms: Sequence[str] = ("plain", "replicas", "z
     turns = []
     for _ in range(rng.randint(4, 7)):
         what = rng.choice(["step", "step", "step", "infer", "evaluate", "update", "freeze"])
-        samples = rng.choice(SAMPLES) if form != "zero3" else rng.randint(ranks * options["chunks"], 16)
+        samples = rng.choice(SAMPLES)
+        if form == "zero3":
+            samples = rng.randint(ranks * options["chunks"], 16)
+        elif form in ("tensor parallel", *MESHES):  # micro-batches, and the rows of a mesh, have one size
+            samples *= 2 * options["chunks"]
         turns.append((what, rng.randrange(len(programs)), samples))
-    return Case(seed, units, programs, tied, options, form, (("step", 0, 16), *turns))
+    first = 8 * options["chunks"] if form in ("tensor parallel", *MESHES) else 16
+    return Case(seed, units, programs, tied, options, form, (("step", 0, first), *turns))
 
 
 def program(rng: Random, how: int, count: int, linear: Sequence[int]) -> Program:
@@ -192,13 +211,51 @@ def made(group: Any, case: Case, model: nn.Module) -> Any:
         plan = replace(draft.build.plan, optimizer_sharding="zero3")
         draft.close()
         return fxpipe.compile(model, plan=plan, group=group, timeout=60, example_inputs=x)
+    if case.form == "tensor parallel":
+        found = fxpipe.plan(
+            model, fast(size), 8 * options["chunks"], example_inputs=x, tensor_parallel=2, planner="straight",
+            micro_batches=options["chunks"], recompute=options["checkpoint"] != "never",
+        )  # fmt: skip
+        found = replace(found, plan=replace(found.plan, optimizer_sharding="zero1"))  # each parameter has one owner
+        return fxpipe.compile(model, plan=found, group=group, timeout=60)
+    if case.form in MESHES:
+        rows = mesh()
+        pipe = fxpipe.compile(model, group=rows["pp"], timeout=60, example_inputs=x, **options)
+        pipe.parallelize(rows["dp"], WAYS[case.form])
+        return pipe
     return fxpipe.compile(model, size, group=group, timeout=60, **options)
+
+
+@cache
+def mesh() -> Any:
+    """Two pipes of two ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+
+def dtensors(part: nn.Module, group: Any) -> nn.Module:
+    """Every other linear layer is cut by columns or by rows."""
+    names = sorted(name for name, module in part.named_modules() if isinstance(module, nn.Linear))
+    return parallelize_module(
+        part, group, {name: (ColwiseParallel, RowwiseParallel)[at % 2]() for at, name in enumerate(names)}
+    )
+
+
+WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+    "ddp": lambda part, group: DistributedDataParallel(part, device_mesh=group),
+    "fsdp": lambda part, group: fully_shard(part, mesh=group),
+    "dtensors": dtensors,
+}
 
 
 def played(pipe: Any, plain: nn.Module, case: Case) -> list[str]:
     chunks, generator = pipe.options.chunks, torch.Generator().manual_seed(case.seed)
     optimizers: list[Any] = []
     found: list[str] = []
+    sliced = case.form in ("ddp", "fsdp")  # each row of the mesh has a half of the samples
+
+    def mine(x: Tensor) -> Tensor:
+        return x.chunk(2)[mesh().get_local_rank("dp")] if sliced else x
+
     for turn, (what, how, samples) in enumerate(case.turns):
         x, target = (torch.randn(samples, WIDTH, generator=generator) for _ in range(2))
         if any(
@@ -208,19 +265,21 @@ def played(pipe: Any, plain: nn.Module, case: Case) -> list[str]:
             x, target = (torch.randn(pieces, WIDTH, generator=generator) for _ in range(2))
         where = f"turn {turn}, {what} {how} of {len(x)}"
         if what == "step":
-            loss = pipe.step(x, how, target=target, loss_fn=F.mse_loss)
+            loss = pipe.step(mine(x), how, target=mine(target), loss_fn=F.mse_loss)
+            if sliced:
+                torch.distributed.all_reduce(loss)
+                loss /= 4
             wanted = plain_step(plain, x, how, target, chunks)
             found += differing(where, {"loss": loss}, {"loss": wanted})
             found += differing(where, gradients(pipe), gradients(plain))
         elif what in ("infer", "evaluate"):
             pipe.train(what == "infer")
             plain.train(what == "infer")
-            got = pipe.forward_only(x, how)
+            got = pipe.forward_only(mine(x), how)
             with torch.no_grad():
                 pieces = x.split(split_sizes(len(x), chunks)) if what == "infer" else [x]
-                found += differing(
-                    where, {"output": got}, {"output": torch.cat([plain(piece, how) for piece in pieces])}
-                )
+                wanted = torch.cat([plain(piece, how) for piece in pieces])
+                found += differing(where, {"output": got}, {"output": mine(wanted)})
             pipe.train(), plain.train()
         elif what == "update":
             optimizers = optimizers or [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (pipe, plain)]
@@ -288,12 +347,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--form", default="", help="the only one: plain, replicas, zero3, tensor parallel, ddp, ...")
     parser.add_argument("--refused", action="store_true", help="print the cases that were refused")
     asked = parser.parse_args()
     counts, reasons, start = Counter[str](), Counter[str](), time.monotonic()
     pool = Pool(asked.ranks)
     for seed in range(asked.first, asked.first + asked.cases):
-        case = drawn(seed, asked.ranks)
+        case = drawn(seed, asked.ranks, asked.form)
         try:
             found = pool.run(run, case, ranks=tuple(range(asked.ranks)))
             refused = [line for rank in found for line in rank if line.startswith("refused")]

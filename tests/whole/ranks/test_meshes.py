@@ -86,3 +86,7 @@ def test_the_script(pool: Pool) -> None:
 
 def test_layers_without_bias(pool: Pool) -> None:
     pool.run(meshes.without_bias)
+
+
+def test_reductions_of_parts(pool: Pool) -> None:
+    pool.run(meshes.reductions)

@@ -103,23 +103,40 @@ class ShardExchange:
             for work, _, rank in sent:
                 self.world.finish(work, rank)
 
-    def give_first(self, ones: Sequence[Sharded]) -> list[Tensor]:
-        """All these parameters, whole, on the first replica; nothing on the others. Raises Lost."""
-        if self.place:
-            works = [(self._start(True, self.ranks[0], rows), rows) for rows in map(_rows, ones)]
-            for work, _ in works:
-                self._finish(work, self.ranks[0])
-            return []
-        try:
-            found = [torch.empty(one.shape, dtype=one.part.dtype) for one in ones]
-        except (RuntimeError, MemoryError) as error:
-            raise self.world.give_up(error) from None
-        for one, whole in zip(ones, found, strict=True):
+    def give(self, ones: Sequence[Sharded], all_of_them: bool) -> list[Tensor]:
+        """These parameters, whole, on all replicas, or on the first one and nothing on the others. Between steps: all
+        replicas make this call. Raises Lost."""
+        takers = [rank for k, rank in self.others if all_of_them or k == 0]
+        sent = [(self._start(True, rank, rows), rank, rows) for rows in map(_rows, ones) for rank in takers]
+        found: list[Tensor] = []
+        if all_of_them or not self.place:
+            try:
+                found = [torch.empty(one.shape, dtype=one.part.dtype) for one in ones]
+            except (RuntimeError, MemoryError) as error:
+                raise self.world.give_up(error) from None
+        for one, whole in zip(ones, found, strict=bool(found)):
             rows = split(whole, one.shards.rows)
-            rows[0].copy_(_rows(one))
+            rows[self.place].copy_(_rows(one))
             for k, rank in self.others:
                 self._finish(self._start(False, rank, rows[k]), rank)
+        for work, rank, _ in sent:
+            self._finish(work, rank)
         return found
+
+    def take(self, one: Sharded, gradient: Tensor | None) -> Tensor:
+        """This replica's rows of the sum of the gradients of the whole parameter that replicas have. After a step: all
+        replicas make this call. Raises Lost."""
+        whole = torch.zeros(one.shape, dtype=one.part.dtype) if gradient is None else gradient
+        rows = split(whole.contiguous(), one.shards.rows)
+        sent = [(self._start(True, rank, rows[k]), rank) for k, rank in self.others]
+        total, came = torch.zeros_like(one.part), torch.empty_like(one.part)
+        for k, rank in enumerate(self.ranks):
+            if k != self.place:
+                self._finish(self._start(False, rank, came), rank)
+            total += rows[k] if k == self.place else came
+        for work, rank in sent:
+            self._finish(work, rank)
+        return total
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
