@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from fxpipe.pipe.drop_in_module import DropInModule
+from fxpipe.torch_internals.gradient_norms import total_norm
 
 
 def clip_grad_norm_(
@@ -48,7 +49,7 @@ def clip_grad_norm_(
     counted = {id(tensor) for tensor in pipe.own_tensors().values()}
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) in counted]
     gradients = [grad for one in gradients if (grad := _part(pipe, one)).numel()]
-    here = get_total_norm(gradients, norm_type, False, foreach)
+    here = total_norm(gradients, norm_type, False, foreach)
     here = here.full_tensor() if isinstance(here, DTensor) else here
     norms = pipe.collect((float(here), here.dtype if gradients else None), "clip_grad_norm_")
     if len(norms) > 1:  # with the dtype that the norm of all gradients would have in one process

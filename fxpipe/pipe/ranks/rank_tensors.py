@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.pipe.processes import Tensors
+from fxpipe.torch_internals.gradient_norms import allow_norms_of, refuse_norms_of
 
 from .parallelize import fill
 from .ranks import Ranks
@@ -69,7 +70,11 @@ class RankTensors(Tensors):
         tensors = tensors_of(self.model)
         held = {id(tensors[path]): now for path, now in self.held().items()}
         found = [(key, held[id(tensor)]) for key, tensor in pairs if id(tensor) in held]
-        return iter(found) if len(self.ranks.world.labels) == 1 else unless_partial(found)
+        if len(self.ranks.world.labels) == 1:
+            return iter(found)
+        if not self.ranks.gathered:
+            refuse_norms_of(tensor for _, tensor in found)  # after parallelize(), others than the model's
+        return unless_partial(found)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         keep, own, prefix = kwargs.pop("keep_vars", False), self.own(), kwargs.get("prefix", "")
@@ -115,6 +120,8 @@ class RankTensors(Tensors):
         release({path: tensor for path, tensor in tensors.items() if path not in own}, own.values(), where)
         first = {path: groups.get(id(tensor), labels[LEADER : LEADER + 1])[0] for path, tensor in tensors.items()}
         SPREAD[self.model] = self._everywhere, first
+        if len(labels) > 1:
+            refuse_norms_of(own.values())
 
     @property
     def _everywhere(self) -> tuple[int, ...]:
@@ -142,5 +149,7 @@ class RankTensors(Tensors):
                 value = pickle.loads(world.hear(home[0])) if whole is None else whole.detach().cpu()
                 restored(tensors[path], value)
         self.ranks.gathered = True
+        if world.rank in to:
+            allow_norms_of(tensors.values())
         if len(to) == len(world.labels):
             SPREAD.pop(self.model, None)

@@ -72,6 +72,15 @@ def nobody_sees_a_stale_tensor(group: Any) -> None:
     with pytest.raises(FxpipeError, match="ranks would clip by different norms"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     pipe.step(x, target=y, loss_fn=F.mse_loss)
+    made_before = list(pipe.parameters())
+    for norm in (
+        lambda: nn.utils.clip_grad_norm_(made_before, 1.0),
+        lambda: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0),
+        lambda: nn.utils.get_total_norm([p.grad for p in made_before if p.grad is not None]),
+        lambda: nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
+    ):
+        with pytest.raises(FxpipeError, match="sees the gradients of one rank alone"):
+            norm()
     nn.utils.clip_grad_value_(pipe.parameters(), 1.0)  # each by itself
     pipe.close()
 
