@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import pytest
@@ -185,4 +185,26 @@ def test_such_a_call_is_not_saved(tmp_path: Any) -> None:
     pipe.forward_only(torch.randn(4, 4), torch.zeros(4, 4), torch.tensor(0))
     with pytest.raises(PackageError, match="Writes changes its arguments in such a call"):
         pipe.save(tmp_path / "out")
+    pipe.close()
+
+
+class Output(OrderedDict[str, Tensor]):
+    """An argument of a class that is a dict, as the results of transformers are."""
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, output: Output) -> Tensor:
+        return self.b(self.a(x) + output["hidden"].mean(1) * output["hidden"].shape[1])
+
+
+def test_sizes_in_a_subclass_of_dict() -> None:
+    model = Reads()
+    pipe = fxpipe.compile(model, devices=2, chunks=1)
+    for samples, length in ((2, 3), (4, 5), (6, 7)):
+        x, output = torch.randn(samples, 4), Output(hidden=torch.randn(samples, length, 4))
+        torch.testing.assert_close(pipe.forward_only(x, output), model(x, output))
     pipe.close()
