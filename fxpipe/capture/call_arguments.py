@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
+from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.errors import InputError, did_you_mean
 
 from .nested_values import change
@@ -24,6 +25,7 @@ from .nested_values import change
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
 BatchDim = int | Mapping[str, int | None]
 Want = Literal["loss", "outputs", "both"]
+NO_OBJECTS = ArgumentObjects()
 
 
 class NoTarget:
@@ -79,6 +81,7 @@ class Call(NamedTuple):
     - `batch`: the batch size; `rows`: that of the stand-ins; None if nothing is cut.
     - `names`: the name of each argument.
     - `target`: the target by its name, if there is one.
+    - `objects`: the user's own objects among the arguments.
     """
 
     args: tuple[Any, ...]
@@ -90,6 +93,7 @@ class Call(NamedTuple):
     names: tuple[str, ...]
     target: Mapping[str, Any]
     rest: tuple[Any, ...] = ()
+    objects: ArgumentObjects = NO_OBJECTS
 
 
 class Arguments:
@@ -161,14 +165,17 @@ class Arguments:
         def swap(path: str, tensor: Tensor) -> Tensor:
             return by_real[id(tensor)]
 
-        def hollowed(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(change(value, swap) for value in values)
+        objects = ArgumentObjects()
 
-        new, named = hollowed(args), {key: change(value, swap) for key, value in kwargs.items()}
+        def hollowed(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(change(value, swap, memo=objects.memo) for value in values)
+
+        new, named = hollowed(args), {key: change(value, swap, memo=objects.memo) for key, value in kwargs.items()}
         aims = hollowed(targets)
         given = (new, named) if request.targets is None else (new, named, aims)
         target = dict(zip((self.target,), aims, strict=False))
-        return Call(new, named, given, leaves, batch, rows, names, target, request.rest)
+        objects.begin()
+        return Call(new, named, given, leaves, batch, rows, names, target, request.rest, objects)
 
     def with_numbers(self, call: Call) -> bool:
         """End `dynamic`. Returns whether that makes other stand-ins for this call: not every function takes symbols."""

@@ -13,6 +13,7 @@ from fxpipe.capture.batch.batch_size_checks import check_outputs, check_sizes
 from fxpipe.capture.batch.mixed_samples import tell
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
+from fxpipe.capture.tracing.rewriting.written_inputs import NO_WRITES, WrittenInputs
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.graph import Graph, Mixed
@@ -33,6 +34,7 @@ class Kind:
     wanted, and, where that must be, for each mode.
 
     - `touched`: the attributes that forward sets.
+    - `given`: what forward sets in the objects among the arguments; `written`: the arguments that it writes into.
     - `rebound`: the buffers that forward sets.
     - `past`: the user's own modules that the trace reached without the twins, for example by a global variable.
     - `fits`: the batch sizes that are known to be valid, with the part.
@@ -43,9 +45,16 @@ class Kind:
     hollows: tuple[Any, ...] = ()
     finished: dict[Part, Finished] = field(default_factory=dict)
     touched: Changes = field(default_factory=dict)
+    given: tuple[Any, ...] = ()
+    written: WrittenInputs = NO_WRITES
     rebound: Mapping[int, Slot] = field(default_factory=dict)
     past: tuple[nn.Module, ...] = ()
     fits: set[tuple[int | None, Part]] = field(default_factory=set)
+
+    @property
+    def set_to(self) -> tuple[Any, ...]:
+        """The values that forward leaves anywhere but in its result."""
+        return (*(one.value for one in self.touched.values()), *self.given, *self.written.of(self.hollows))
 
     def check(self, call: Call, part: Part, sizes: Sizes, told: set[Mixed]) -> None:
         """Raise CaptureError if the graph is not valid for the micro-batches of a call; warn of what is not `told`."""
@@ -93,7 +102,7 @@ class Now:
         """The real values of the graph's inputs. `training`: the model's mode."""
         assert self.kind is not None
         assert self.kind.drafted is not None
-        return feed(graph, self.kind.drafted, self.call, self.flat, training)
+        return self.kind.written.kept(graph, feed(graph, self.kind.drafted, self.call, self.flat, training))
 
     @property
     def is_whole(self) -> bool:

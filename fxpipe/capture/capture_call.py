@@ -41,7 +41,7 @@ from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Traced, dynamo
-from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
+from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
 from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
@@ -60,7 +60,7 @@ from fxpipe.ir.operators.training_mode import for_mode
 
 from .call_arguments import Arguments, BatchDim, RequestedCall, Want
 from .call_kinds import Kind, Now, Run, Sizes, Work
-from .capture_errors import NoOps, Refused, failed, no_ops, refusals, without_frames, written_by_dynamo
+from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames, written_by_dynamo
 from .finish_graph import Finished, Seen, finish, model_alone, stand_ins
 from .model_exceptions import diagnosed
 from .model_with_loss import call_model
@@ -149,15 +149,12 @@ class CallCapture:
             kind = now.kind
             assert kind is not None
             if now.snapshot is not None:
-                raise CaptureError(
-                    f"{type(self.model).__name__}, or a hook on it, changes what it depends on, so that no two calls "
-                    "are of one kind; does it append to a list? A hook may do so, and do nothing else with the list; "
-                    "else put values into a dict, or return them"
-                )
+                raise no_two_alike(self.model)
+            memo = now.call.objects.give_back(now.real)
             for (_, name), touched in kind.touched.items():
-                self.twins.give_back(touched.holder, name, now.real)
+                self.twins.give_back(touched.holder, name, now.real, memo)
             self.kind = kind
-            return change(now.parts(result)[0], now.real)
+            return change(now.parts(result)[0], now.real, memo=memo)
 
     def run_known(self, request: RequestedCall, run: Run) -> tuple[Any] | None:
         """The model's result for a call of a kind that is known from a loss, computed by `run`, in a tuple; None if no
@@ -179,7 +176,7 @@ class CallCapture:
                 if began:
                     raise
                 return None  # the call's own capture says what is wrong with it, if anything is
-            return (change(result[0][1], now.real),) if began else None
+            return (change(result[0][1], now.real, memo=now.call.objects.give_back(now.real)),) if began else None
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. The model does not change, and runs only if submodules are kept whole."""
@@ -239,7 +236,7 @@ class CallCapture:
             raise no_ops(self.model)
         if now.snapshot is None:
             return now, result
-        if now.is_whole and not all(is_plain(one.value) for one in now.kind.touched.values()):
+        if now.is_whole and not all(map(is_plain, now.kind.set_to)):
             self.whole = False  # it is not known which of the model's outputs are in an attribute
             self.anew()
             return self._complete(request, run)
@@ -274,12 +271,12 @@ class CallCapture:
                 assert other.kind.drafted is not None
                 results = now.parts(result)[0], other.parts(result_of_other)[0]
                 drafted = merge(drafted, other.kind.drafted, rows, results)
-            touched = tuple(one.value for one in kind.touched.values())
             wanted, spare = now.parts(result)
             alone: Want = want if want == "outputs" or now.is_whole else "both"
-            seen = Seen(wanted, kind.rebound, touched, self.twins.slots, spare, alone)
+            seen = Seen(wanted, kind.rebound, kind.set_to, self.twins.slots, spare, alone)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
-            held = replace(finished.graph, conditions=conditions(kind.traced, kind.drafted, now.call))
+            limits, changes = conditions(kind.traced, kind.drafted, now.call), bool(kind.given or kind.written.paths)
+            held = replace(finished.graph, conditions=limits, changes=changes)
             held = model_alone(held, kind.drafted, now.call) if want == "outputs" else held
             kind.finished[part] = replace(finished, graph=for_mode(held, part[1], drafted.graph.ops))
             kind.check(now.call, part, self.sizes, self._told)
@@ -309,6 +306,7 @@ class CallCapture:
             result = known_only(self.twins.root, *now.call.given, *now.beside) if known else self._routed(now)
             if now.kind is not None and now.snapshot is not None:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
+                result = now.call.objects.shown(result)
             elif now.kind is not None:
                 self.twins.give_back_buffers(now.kind.rebound.values(), now.real)
                 self.twins.reset(self.twins.buffers)  # `self.count += 1` sets the real one, which the run has written
@@ -319,8 +317,10 @@ class CallCapture:
             self._now = before
             if now.snapshot is not None or not done:
                 self.twins.reset()
+                given = now.call.objects.restore()
             if now.snapshot is not None and now.kind is not None:
                 now.kind.touched |= now.snapshot.restore()
+                now.kind.given = given
 
     def _routed(self, now: Now) -> Any:
         """The result of the route. A refused call is tried again as long as there is another way."""
@@ -328,6 +328,7 @@ class CallCapture:
         before = dict(self.pieces.of)
         how: str | None = self.pieces.how
         while how is not None:
+            now.call.objects.restore()
             try:
                 result = self._route.call(self.twins.root, *now.call.given, *now.beside)
             except Refused as refused:
@@ -373,25 +374,27 @@ class CallCapture:
             now.running = True
             with self.grad_mode.of_call():
                 results = now.run(finished.graph, now.fed(finished.graph, self.flags.mode))
-            return tuple(give(results, now.call, flat) for give in finished.gives)
+            made = tuple(give(results, now.call, flat) for give in finished.gives)
+            return kind.written.copied(made, kind.drafted.outputs, now.call) if kind.drafted else made
 
         return compute
 
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
-        if kind.drafted is None:
+        if new := kind.drafted is None:
             rejoin(kind.traced.module, now.call.rows or 0)
             traced = kind.traced.module.graph
             if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
                 raise refused
             if self.transforms:
                 kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)
-            kind.drafted = draft(owner_of(self.model, self.twins), kind.traced, flat, now.call)
+            owner = owner_of(self.model, self.twins)
+            kind.drafted, kind.written = drafted(owner, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())
             self._pure = self._pure and kind.drafted.baked is None
         # As late as possible, so that changes of other threads are not undone.
         now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *now.holders))
-        if now.is_whole and not now.snapshot.has(kind.traced.effects.changed):
+        if new and now.is_whole and not now.snapshot.has(now.call.objects.others(kind.traced.effects.changed)):
             raise Refused(None, "it changes what is not the model's", "return values instead")
-        return kind.hollows
+        return kind.written.without(kind.hollows)

@@ -161,6 +161,15 @@ class NumbersWanted(FxpipeError):
     """What runs a graph cannot do so well with symbols for lengths: it wants one with numbers."""
 
 
+def no_two_alike(model: nn.Module) -> CaptureError:
+    """The error for a model whose every call is of a new kind."""
+    return CaptureError(
+        f"{type(model).__name__}, or a hook on it, changes what it depends on, so that no two calls are of one kind; "
+        "does it append to a list? A hook may do so, and do nothing else with the list; else put values into a dict, "
+        "or return them"
+    )
+
+
 def no_ops(model: nn.Module) -> NoOps:
     """What is raised for a call in which the model has no ops."""
     return NoOps(f"{type(model).__name__} has no ops: there is nothing to run on devices; call it itself")

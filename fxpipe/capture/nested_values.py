@@ -21,6 +21,7 @@ from torch import Tensor
 from fxpipe.ir.graph.graph import Ref, Struct
 
 Swap = Callable[[str, Tensor], Any]
+Memo = dict[int, tuple[Any, Any]]  # by the id of an object, it and what it was changed to
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, range, type, type(...))
 CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType)
@@ -30,28 +31,42 @@ DEPTH = 12  # objects that hold each other end here
 LONGEST = 200  # characters of a nest in a message
 
 
-def change(value: Any, swap: Swap, path: str = "", depth: int = 0) -> Any:
+def change(value: Any, swap: Swap, path: str = "", depth: int = 0, memo: Memo | None = None) -> Any:
     """The nest with `swap(path, tensor)` in place of every tensor. Parts without a changed tensor are returned as they
-    are; parts with one are copied, never written."""
+    are; parts with one are copied, never written. With a `memo`, an object that is met again is changed to the same;
+    what is in the memo already is taken from there."""
     if isinstance(value, Tensor):
         return swap(path, value)
     kind = type(value)
     if kind in ATOMS or depth > DEPTH or isinstance(value, (torch.nn.Module, type, torch.SymInt)):
         return value
+    if memo is not None and (known := memo.get(id(value))) is not None:
+        return known[1]
     if isinstance(value, (tuple, list, deque)):
-        items = [change(item, swap, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    return _change_object(value, swap, path, depth)
+        made = _change_items(value, swap, path, depth, memo)
+    else:
+        made = _change_object(value, swap, path, depth, memo)
+    if memo is not None:
+        memo[id(value)] = value, made
+    return made
 
 
-def _change_object(value: Any, swap: Swap, path: str, depth: int) -> Any:
+def _change_items(value: Any, swap: Swap, path: str, depth: int, memo: Memo | None) -> Any:
+    """`change` for tuples and lists."""
+    items = [change(item, swap, f"{path}[{i}]", depth + 1, memo) for i, item in enumerate(value)]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, deque):
+        return type(value)(items, value.maxlen)
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _change_object(value: Any, swap: Swap, path: str, depth: int, memo: Memo | None) -> Any:
     """`change` for dicts and objects; a class such as ModelOutput is both."""
     items: dict[Any, Any] = {}
     if isinstance(value, Mapping):
-        items = _changed({k: (f"{path}[{k!r}]", v) for k, v in value.items()}, swap, depth)
-    fields = _changed({k: (f"{path}.{k}", v) for k, v in attributes(value).items()}, swap, depth)
+        items = _changed({k: (f"{path}[{k!r}]", v) for k, v in value.items()}, swap, depth, memo)
+    fields = _changed({k: (f"{path}.{k}", v) for k, v in attributes(value).items()}, swap, depth, memo)
     if not items and not fields:
         return value
     made = copy.copy(value)
@@ -62,8 +77,8 @@ def _change_object(value: Any, swap: Swap, path: str, depth: int) -> Any:
     return made
 
 
-def _changed(items: dict[Any, tuple[str, Any]], swap: Swap, depth: int) -> dict[Any, Any]:
-    new = {key: change(item, swap, path, depth + 1) for key, (path, item) in items.items()}
+def _changed(items: dict[Any, tuple[str, Any]], swap: Swap, depth: int, memo: Memo | None) -> dict[Any, Any]:
+    new = {key: change(item, swap, path, depth + 1, memo) for key, (path, item) in items.items()}
     return {key: item for key, item in new.items() if item is not items[key][1]}
 
 

@@ -22,8 +22,8 @@ from fxpipe.torch_internals.capability import check_torch
 from fxpipe.torch_internals.compiling.stage_compiler import calls_through, left_alone, set_compiler
 
 from .fork_lock import Lock
+from .libraries.library_model import class_for_libraries, device_map, method_of
 from .processes import Processes, Tensors
-from .saved.library_model import class_for_libraries, device_map
 
 RUNNING = {"step", "rehearse", "prepare", "verify"}  # methods that run or capture the model
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,10 +143,12 @@ class DropInModule(nn.Module):
         return ", ".join(filter(None, (f"of {type(self.model).__name__}", self.model.extra_repr())))
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the pipe does not have are the model's: `pipe.config`, `pipe.encoder`."""
+        """Attributes that the pipe does not have are the model's: `pipe.config`, `pipe.encoder`; but for methods that
+        would run it, or save it."""
         if name == "model":  # not set yet, while a copy or pickle is being made
             raise AttributeError(name)
-        return getattr(self.model, name)
+        own = method_of(self, name)
+        return getattr(self.model, name) if own is None else own
 
     def __setattr__(self, name: str, value: Any) -> None:
         """New attributes are set on the model: `pipe.temperature = 0.5`, `pipe.head = nn.Linear(8, 4)`."""

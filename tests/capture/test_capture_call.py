@@ -364,18 +364,12 @@ def body_item(self, x):
     return x * float(x.detach().numpy().sum())
 
 
-def body_input(self, x):
-    x += 1
-    return x
-
-
 def body_constant(self, x):
     self.constant += 1
     return x + self.constant
 
 
 REFUSED = {
-    body_input: r"x \+= 1\nwrites into the input x, .*write x = x \+ 1",
     body_constant: r"self.constant \+= 1\nwrites into constant.*register_buffer\('constant'",
 }
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import FxpipeError
 from fxpipe.pipe.fork_lock import Lock
-from fxpipe.pipe.temporary_folder import Folder
+from fxpipe.pipe.saved.temporary_folder import Folder
 from tests.helpers.marks import mostly_slow
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_a_child_that_ends_leaves_them_too() -> None:
     """With all that Python does at the end of a process; the parent, at its own, removes them."""
     script = "\n".join((
         "import os, sys",
-        "from fxpipe.pipe.temporary_folder import Folder",
+        "from fxpipe.pipe.saved.temporary_folder import Folder",
         "folder = Folder()",
         "path = folder.new()",
         "path.mkdir()",

@@ -48,6 +48,7 @@ def warm(twins: Twins, call: Call, pieces: Collection[Piece] = ()) -> None:
     with mode, torch.inference_mode(False), quiet("torch._subclasses.fake_tensor"):
         with contextlib.suppress(Exception):  # what fails, fails again when traced
             running.root(*args, **kwargs)
+    call.objects.restore()
     for piece, before_run in zip(pieces, asked, strict=True):
         piece.asked = before_run
     running.give_back_hooks()

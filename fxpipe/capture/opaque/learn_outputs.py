@@ -77,7 +77,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         with in_mode(mode):
             running, given, rest, beside = _real_call(twins, call, holders, count)
             calls = _listen(pieces, running)  # sooner than the snapshot, in which it would be a change
-            with _undone(running, beside) as changes, said_to_compile(compiling):
+            with _undone(running, beside, call) as changes, said_to_compile(compiling):
                 run(running.root, *given, *rest)
         heard.append(calls)
         _note_memories(pieces, changes, running)
@@ -128,7 +128,7 @@ def run_plainly(call: Call, twins: Twins, holders: tuple[Any, ...], function: Ca
     """Call `function(model, *arguments)` on a copy with `count` samples; the model does not change. Raises what it
     raises."""
     running, given, rest, beside = _real_call(twins, call, holders, count)
-    with _undone(running, beside):
+    with _undone(running, beside, call):
         function(running.root, *given, *rest)
 
 
@@ -298,9 +298,9 @@ def _copy(slot: Slot, real: Tensor) -> Tensor:
 
 
 @contextmanager
-def _undone(running: Twins, holders: tuple[Any, ...]) -> Iterator[Changes]:
-    """A context that restores attributes and random states at its end. It yields a dict, which then has the values that
-    attributes were set to."""
+def _undone(running: Twins, holders: tuple[Any, ...], call: Call) -> Iterator[Changes]:
+    """A context that restores attributes, the call's objects and random states at its end. It yields a dict, which then
+    has the values that attributes were set to."""
     changes: Changes = {}
     before = Snapshot((*(module for _, module in running.named()), *holders))
     numpy = sys.modules.get("numpy")
@@ -310,6 +310,7 @@ def _undone(running: Twins, holders: tuple[Any, ...]) -> Iterator[Changes]:
             yield changes
     finally:
         changes.update(before.restore())
+        call.objects.restore()
         random.setstate(states[0])
         if numpy is not None:
             numpy.random.set_state(states[1])

@@ -23,7 +23,7 @@ from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.graph.value_types import VMAP, ValueType
+from fxpipe.ir.graph.value_types import VMAP, TensorType, ValueType
 from fxpipe.ir.operators.training_mode import either
 
 from .dynamo import Traced
@@ -31,6 +31,7 @@ from .effects.op_effects import SET_DATA, Step, steps
 from .patches.training_flags import training_flag
 from .placeholders import Builder, add_inputs, add_mode, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
+from .rewriting.written_inputs import WrittenInputs, why_kept, with_copies
 from .symbolic_sizes import text, type_of
 from .unmade_tensors import Unmade
 from .value_names import named_sizes
@@ -84,8 +85,27 @@ def owner_of(model: nn.Module, twins: Twins) -> Owner:
     )
 
 
-def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
-    """The graph of what was traced; `flat` are the (hollow) arguments it was first called with."""
+class InputsWritten(Exception):
+    """Forward writes into arguments. Caught in this file."""
+
+    def __init__(self, written: list[tuple[str, fx.Node, fx.Node]]) -> None:
+        super().__init__()
+        self.written = written
+
+
+def drafted(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> tuple[Draft, WrittenInputs]:
+    """The graph of what was traced; `flat` are the (hollow) arguments it was first called with. Where forward writes
+    into arguments, it writes copies from now on, which are outputs."""
+    try:
+        return draft(owner, traced, flat, call, tell_written=True), WrittenInputs()
+    except InputsWritten as found:
+        written = with_copies(traced, found.written)
+    return draft(owner, traced, flat, call), written
+
+
+def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call, tell_written: bool = False) -> Draft:
+    """The graph of what was traced. With `tell_written`, raises InputsWritten if forward writes into arguments that may
+    be written; else these are refused."""
     by_id: dict[int, list[Slot]] = {}
     for slot in owner.slots:
         for tensor in {id(x): x for x in (slot.twin, slot.real) if x is not None}:
@@ -98,6 +118,8 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     add_mode(build)
     add_states(build, placeholders, flat, env)
     build.first = dict(build.of_node)
+    if tell_written and (written := _written(build, found)):
+        raise InputsWritten(written)
     build.state_of = {state.name: state for state in build.states}
     results = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
     build.last_read = {node: i for i, step in enumerate(found) for node in step.node.all_input_nodes}
@@ -114,6 +136,18 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     fakes = tuple(env[node] for node in results)
     facts = build.places, held, build.symbols, build.baked, squeezed
     return Draft(graph, outputs, fakes, *facts, frozenset(build.beside), build.unread)
+
+
+def _written(build: Builder, found: list[Step]) -> list[tuple[str, fx.Node, fx.Node]]:
+    """The arguments that may be written and are: path, placeholder, and the first op that writes."""
+    paths = {item.name: item.path for item in build.inputs if isinstance(item.type, TensorType)}
+    writers: dict[fx.Node, fx.Node] = {}
+    for step in found:
+        for address in step.written:
+            for given in build.sharing.get(address, ()):
+                writers.setdefault(given, step.node)
+    named = [(paths[build.of_node[given]], given, by) for given, by in writers.items() if build.of_node[given] in paths]
+    return [one for one in named if not why_kept(build.call, one[0])]
 
 
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any], root: str) -> None:
@@ -223,9 +257,10 @@ def _wish(node: fx.Node, target: str | None) -> str:
 def _refuse_writes(build: Builder, names: list[str], node: fx.Node, origin: Origin) -> None:
     for item in build.inputs if names else ():
         if item.name in names:
+            why = why_kept(build.call, item.path) or "is cut into parts here"
             raise CaptureError(
-                f"{at(origin)}writes into the input {item.path}, of which every stage has a copy of its own; "
-                f"write {item.name} = {item.name} + 1 in place of {item.name} += 1"
+                f"{at(origin)}writes into the input {item.path}, which {why}; write {item.name} = {item.name} + 1 in "
+                f"place of {item.name} += 1"
             )
     for state in (build.state_of[name] for name in names if name in build.state_of):
         if state.kind == "constant":

@@ -147,9 +147,21 @@ def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
     return build.traced.boxed[position] and all(user.target == "item" for user in node.users)
 
 
+# How Dynamo spells an item of an argument whose class is a subclass of dict.
+OF_DICT = re.compile(r"dict\.__getitem__\((L\['(args|kwargs)'\]\[([^][]*)\]), list\(dict\.keys\(\1\)\)\[(\d+)\]\)")
+
+
+def _keyed(call: Call, item: re.Match[str]) -> str:
+    """The same as `L['kwargs']['batch']['ids']`."""
+    where, root, key, number = item.groups()
+    value = call.args[int(key)] if root == "args" else call.kwargs[key.strip("'")]
+    return f"{where}[{list(value)[int(number)]!r}]"
+
+
 def path_of(call: Call, where: str) -> str:
     """The user's path for a source that Dynamo names L['args'][0] or L['model'].scale, also inside from_numpy(...)."""
     where = re.sub(r"^_+from_numpy\((.*)\)$", r"\1", where)
+    where = OF_DICT.sub(lambda item: _keyed(call, item), where)
     found = re.match(r"L\['(args|kwargs|model|targets|loss_fn)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
     if found is None:
         return where

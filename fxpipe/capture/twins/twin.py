@@ -21,7 +21,7 @@ import torch
 import torch.nn.modules.module as module_hooks
 from torch import Tensor, nn
 
-from fxpipe.capture.nested_values import Swap, change
+from fxpipe.capture.nested_values import Memo, Swap, change
 from fxpipe.capture.tracing.storageless_tensors import hollow
 from fxpipe.errors import CaptureError
 
@@ -335,11 +335,12 @@ class Twins:
         for slot in slots:
             slot.own[slot.key] = slot.twin
 
-    def give_back(self, holder: Any, name: str, real: Swap) -> None:
-        """Set an attribute of the user's object to what forward has set it to on the twin, with the real tensors."""
+    def give_back(self, holder: Any, name: str, real: Swap, memo: Memo) -> None:
+        """Set an attribute of the user's object to what forward has set it to on the twin, with the real tensors, and
+        the objects in `memo`."""
         own, original = vars(holder), self.original(holder)
         if name in own:
-            own[name] = value = change(own[name], real)
+            own[name] = value = change(own[name], real, memo=memo)
             if original is not holder:
                 vars(original)[name] = value = Originals(self._beside).of(value)
                 self._watch.told(original, name, value)

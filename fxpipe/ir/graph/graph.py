@@ -202,6 +202,7 @@ class Graph:
     - `conditions`: conditions on sizes and numbers that a call must meet too, as Python, such as `seq > 4`, or UNKNOWN.
     - `checkpointed`: where the model asks torch.utils.checkpoint to recompute, which the plan decides here.
     - `fingerprint`: that of the loss function, which must be the same.
+    - `changes`: whether the model changes its arguments, such as a cache, for which capture cares.
     """
 
     model: str
@@ -221,6 +222,7 @@ class Graph:
     conditions: tuple[str, ...] = ()
     checkpointed: Origin | None = None
     fingerprint: tuple[tuple[str, str], ...] = ()
+    changes: bool = False
 
     def __str__(self) -> str:
         return show(self)
@@ -339,8 +341,7 @@ def show(graph: Graph) -> str:
     """The graph as text: one fact per line, with the user's names; without ids and absolute paths, so that it is the
     same on every machine."""
     mode = "train or eval" if any(i.path == MODE for i in graph.inputs) else "train" if graph.training else "eval"
-    lines = [f"{graph.model}, {mode}"]
-    lines += [f"  input   {i.name}: {i.type}" + _dim(i.batch_dim) for i in graph.inputs]
+    lines = [f"{graph.model}, {mode}", *(f"  input   {i.name}: {i.type}" + _dim(i.batch_dim) for i in graph.inputs)]
     lines += [f"  size    {s.name} = {s.input}.shape[{s.dim}]" for s in graph.sizes]
     lines += [f"  {s.kind:<9}  {s.name}: {s.type}  {' = '.join((s.held, *s.aliases))}" for s in graph.states]
     lines += [f"  {show_op(op)}" for op in graph.ops]
@@ -380,8 +381,7 @@ def called(op: Op) -> str:
 
 def op_name(op: Op) -> str:
     """The name as in `called`, without the trailing `_` of an in-place op."""
-    name = called(op)
-    return name if name.startswith("__") else name.rstrip("_")
+    return called(op) if called(op).startswith("__") else called(op).rstrip("_")
 
 
 def show_nest(nest: Any) -> str:

@@ -35,7 +35,7 @@ from fxpipe.pipe.progress import working
 from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.pipe.saved.loss_fingerprint import rows
 from fxpipe.pipe.saved.model_fingerprint import fingerprint
-from fxpipe.pipe.temporary_folder import Folder
+from fxpipe.pipe.saved.temporary_folder import Folder
 from fxpipe.planning import Placement, homes
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes

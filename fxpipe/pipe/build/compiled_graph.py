@@ -36,7 +36,7 @@ from fxpipe.pipe.fork_lock import Lock
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.running_package import RunningPackage
-from fxpipe.pipe.temporary_folder import Folder
+from fxpipe.pipe.saved.temporary_folder import Folder
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
 

@@ -19,9 +19,15 @@ from .model_fingerprint import FILE, check_same, text_of
 
 def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) -> None:
     """Write the package, with the fingerprints of the model and of the loss function. Raises PackageError if the folder
-    is not empty, unless `overwrite` is true, or if the model or the loss function has changed since its capture."""
+    is not empty, unless `overwrite` is true, if the model or the loss function has changed since its capture, or if the
+    model changes its arguments."""
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
+    if made.graph.changes:
+        raise PackageError(
+            f"{made.graph.model} changes its arguments in such a call, as it fills a cache, and a package does not: "
+            "call it without, as in pipe(..., use_cache=False) for transformers, then save"
+        )
     now: Rows = ()
     if made.graph.loss is not None:
         now = rows(cache.step_capture.loss_fn)

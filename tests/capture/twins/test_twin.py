@@ -402,11 +402,15 @@ class Fails(Base):
 
 
 class Refused(Base):
-    """Writes its input, of which each stage has a copy."""
+    """Writes a plain tensor attribute, which must be a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.ones(4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale = 7.0
-        x += 1
+        self.plain += 1
         self.running = x
         return self.b(self.a(x))
 

@@ -1,4 +1,4 @@
-"""What libraries ask of the class of a model before they train and save it.
+"""What libraries ask of the class of a model before they train and save it, and which of its methods a pipe has itself.
 
 The Trainer of transformers reads from the class of a model which arguments are labels, and saves by `save_pretrained`
 only what is an instance of its own base class. A pipe is no subclass of the model's class, as its methods would be
@@ -8,11 +8,29 @@ models' pipes is what it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
+from .generate import generate
+from .save_pretrained import save_pretrained
+
 SAVES = ("save_pretrained", "from_pretrained")  # what the models of such a library have
+# The methods of models of transformers that a pipe has itself, each with the class that they are of.
+METHODS = {
+    "generate": (generate, "transformers.generation.utils.GenerationMixin"),
+    "save_pretrained": (save_pretrained, "transformers.modeling_utils.PreTrainedModel"),
+}
+
+
+def method_of(pipe: Any, name: str) -> Callable[..., Any] | None:
+    """The pipe's own method in place of one of the model; None if there is none."""
+    function, owner = METHODS.get(name, (None, ""))
+    bases = type(pipe.model).__mro__ if function is not None else ()
+    if any(f"{base.__module__}.{base.__qualname__}" == owner for base in bases):
+        return MethodType(function, pipe)  # type: ignore[arg-type]
+    return None
 
 
 def class_for_libraries(pipe: type, model: type) -> type:

@@ -1,0 +1,1 @@
+"""What libraries of models call on a pipe."""
