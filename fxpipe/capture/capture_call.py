@@ -40,19 +40,17 @@ from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
-from fxpipe.capture.tracing.dynamo import Traced, dynamo
+from fxpipe.capture.tracing.dynamo import Route, Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
+from fxpipe.capture.tracing.layers.leaves import Layers
 from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
-from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoints
-from fxpipe.capture.tracing.rewriting.inline_layers import inline_layers
 from fxpipe.capture.tracing.rewriting.transforms import transformed
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.twins.attribute_changes import Snapshot
-from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
@@ -68,6 +66,13 @@ from .nested_values import change, is_plain
 from .recapture_reason import CallSignature, signature_of, why_new
 
 
+ROUTES = 4  # so many traces are kept of which layers say that they do not hold now
+
+
+class Stale(Exception):
+    """A layer has changed in what a trace takes for granted."""
+
+
 class CallCapture:
     """Captures calls of a model: `front(args, kwargs, run)` returns the result of `model(*args, **kwargs)`, computed
     by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of `graph.outputs`.
@@ -80,6 +85,7 @@ class CallCapture:
       it returns the result.
     - `whole`: whether it does so even if only the loss is wanted, for later calls. Ends where that cannot be done.
     - `transforms`: the user's functions that change what was traced.
+    - `by_layers`: whether repeated layers are traced alone, each kind once; else the model is traced at once.
     - `dynamic`, `both_modes`: as in `Arguments` and `TrainingFlags`; what can only be captured without, is.
     """
 
@@ -97,6 +103,7 @@ class CallCapture:
         dynamic: bool = False,
         both_modes: bool = False,
         whole: bool = False,
+        by_layers: bool = True,
     ) -> None:
         self.model = model
         self.reduce = reduce
@@ -106,7 +113,7 @@ class CallCapture:
         self.arguments = Arguments(model, batch_dim, sizes, dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
-        self.equal = EqualModules()
+        self.layers = Layers(by_layers)
         self.flags = TrainingFlags(both_modes)
         self.grad_mode = GradientMode()
         self._another_way = partial(another_way, self.pieces, function, self.grad_mode)
@@ -117,10 +124,11 @@ class CallCapture:
             function,
             lambda traced: capture()(traced),  # type: ignore[misc]
             lambda: starts()(),  # type: ignore[misc]
-            weakref.ref(self.equal),
+            weakref.ref(self.layers),
             weakref.ref(self.flags),
             self.grad_mode,
         )
+        self._routes: list[Route] = []
         self.anew()
         self._now: Now | None = None
         self.kind: Kind | None = None  # of the last call that was captured
@@ -131,10 +139,10 @@ class CallCapture:
 
     def anew(self) -> None:
         """Forget what was captured."""
-        self.equal.relied.clear()
+        self.layers.forget()
         self.flags.forget()
         self._pure = True  # no trace does anything besides its ops
-        self._route, self._unguarded = self._begin(), self.twins.unguarded
+        self._routes, self._unguarded = [self._begin()], self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         return self.run(RequestedCall(args, kwargs), run)
@@ -291,10 +299,11 @@ class CallCapture:
         """One call of the route, in which all tensors are hollow until `run` runs. `known`: only of a kind that is."""
         check_modes()
         self.twins.sync()
-        news = self.pieces.renew(self.twins), self.equal.renew(self.twins), self.flags.renew(self.twins)
+        news = self.pieces.renew(self.twins), self.flags.renew(self.twins)
         if any(news) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self.anew()
+        self.layers.renew(self.twins)
         if request.want == "loss" and not self.whole:
             request = request._replace(rest=(*request.rest[:-1], False))
         # On the model's device, so that the caller may have the batch on any device.
@@ -305,7 +314,7 @@ class CallCapture:
         self._now, before = now, self._now
         done = False
         try:
-            known_only = self._route.known if self._pure else lambda *_: None
+            known_only = self._routes[0].known if self._pure else lambda *_: None
             result = known_only(self.twins.root, *now.call.given, *now.beside) if known else self._routed(now)
             if now.kind is not None and now.snapshot is not None:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
@@ -327,9 +336,14 @@ class CallCapture:
         tried: list[Refused] = []
         before = dict(self.pieces.of)
         how: str | None = self.pieces.how
+        others = 0
         while how is not None:
             try:
-                result = self._route.call(self.twins.root, *now.call.given, *now.beside)
+                result = self._routes[0].call(self.twins.root, *now.call.given, *now.beside)
+            except Stale:
+                others += 1
+                self._another_route(others)
+                continue
             except Refused as refused:
                 tried.append(refused.spelled(partial(size_of, now.call)))
                 tried[-1].route = how
@@ -349,13 +363,25 @@ class CallCapture:
             else:
                 how = self._another_way(now, tried)
             self.anew()
+            self.layers.renew(self.twins)
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 
+    def _another_route(self, tried: int) -> None:
+        """A layer has changed in what the first of the routes takes for granted: go another one, or a new one."""
+        if tried > ROUTES + 1:  # they do not even hold right after the trace
+            self.layers.give_up()
+            self.anew()
+            self.layers.renew(self.twins)
+            return
+        self._routes.append(self._routes.pop(0))
+        if tried >= len(self._routes):
+            self._routes = [self._begin(), *self._routes[: ROUTES - 1]]
+
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        traced, given = inline_layers(traced, self.twins.of)
-        inline_checkpoints(traced.module)
+        placed = traced.placed
+        assert placed is not None
         kind = Kind(traced)
         self._pure = self._pure and traced.effects.none
         call_capture = weakref.ref(self)
@@ -365,7 +391,9 @@ class CallCapture:
             assert self is not None
             now = self._now
             assert now is not None
-            now.kind, now.flat = kind, (flat := given(flat))
+            if not placed.hold():
+                raise Stale
+            now.kind, now.flat = kind, (flat := placed.flat(flat))
             if (part := now.part) not in kind.finished or now.run is None:
                 return self._dry(kind, now, flat)
             kind.check(now.call, part, self.sizes, self._told)
