@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -118,8 +119,10 @@ class Layers:
 
     def _may_be(self, module: nn.Module) -> bool:
         leaf = self.of.get(id(module))
+        assert self._twins is not None
         own = vars(module).get("forward")
         free = own is None or (leaf is not None and own is leaf.forward)
+        free = free and "forward" not in vars(self._twins.original(module))
         return free and id(module) not in self.left_out and type(module) not in self.left_out
 
     def _leaf(self, twin: nn.Module) -> Leaf:
@@ -138,7 +141,10 @@ class Layers:
         def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo
             return op(args, kwargs)
 
-        return Leaf(twin, forward)
+        # By its code Dynamo tells one layer from another, whatever list it takes it from.
+        code = forward.__code__.replace(co_name=f"forward_{next(numbers)}")
+        own_forward = FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+        return Leaf(twin, own_forward)
 
     def leave_out(self, modules: tuple[int, ...] | None, why: str) -> bool:
         """After a refusal in these modules: trace the layer that is the cause with the model, or all. Returns whether
