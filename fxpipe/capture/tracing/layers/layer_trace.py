@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._guards import TracingContext
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.capture.tracing.storageless_tensors import without_memory
@@ -40,7 +40,7 @@ class LayerTrace:
     - `one_mode`: whether it is for training or for evaluation only; `flagged`: the modules whose flags are its ops.
     - `asked`, `floats`: as in `GradientMode` and `Traced`.
     - `objects`: the ids of the objects that it reads; `variables`: the context variables.
-    - `known`: what the nodes make, by the kinds of the arguments.
+    - `known`: what the nodes make, by the kinds of the arguments, in a trace of the model with the fake tensors of `mode`.
     """
 
     module: fx.GraphModule
@@ -56,7 +56,14 @@ class LayerTrace:
     known: dict[Any, dict[fx.Node, Any]] = field(default_factory=dict)
     objects: frozenset[int] = frozenset()
     variables: frozenset[Any] = frozenset()
+    mode: FakeTensorMode | None = None
     guarded: list[Any] = field(default_factory=list)
+
+    def known_in(self, mode: FakeTensorMode) -> dict[Any, dict[fx.Node, Any]]:
+        """`known` of the model's trace with this mode of fake tensors: those of another one are of no use in it."""
+        if self.mode is not mode:
+            self.mode, self.known = mode, {}
+        return self.known
 
     def reached(self) -> list[Any]:
         """The objects that Dynamo guards, once."""
@@ -88,7 +95,6 @@ class LayerCall:
 
     def holds(self) -> bool:
         """Whether the trace is right for this layer as it is now."""
-        if not isinstance(self.guards, DeletedGuardManagerWrapper) and not self.guards.check(self.named): print(self.guards.check_verbose(self.named))
         return not isinstance(self.guards, DeletedGuardManagerWrapper) and bool(self.guards.check(self.named))
 
 
@@ -162,8 +168,8 @@ class LayerFunction:
         finally:
             self._layer = None
             self._seen.clear()
-        numbers = {id(made): number for number, made in enumerate(results)}
-        trace.result = pattern(result, numbers)
+        numbers = {id(made): number for number, made in enumerate((*results, *given))}
+        trace.result = pattern(result, numbers, len(results))
         return LayerCall(trace, layer, taken, given, entry.guard_manager, named)
 
     def _entry(self, named: dict[str, Any]) -> Any:
@@ -175,25 +181,24 @@ class LayerFunction:
         return None
 
 
-def pattern(result: Any, numbers: dict[int, int]) -> Pattern:
-    """What a layer returned, with the numbers of its tensors. Raises NoLeaf for what cannot be built in its place."""
+def pattern(result: Any, numbers: dict[int, int], count: int) -> Pattern:
+    """What a layer returned, with the numbers of its tensors: the first `count` ones it has made, the others it was
+    given. Raises NoLeaf for what cannot be built in its place."""
     seen: set[int] = set()
 
     def of(value: Any) -> Pattern:
-        if isinstance(value, Tensor):
-            if id(value) not in numbers or id(value) in seen:
-                raise NoLeaf("it returns what it was given, or a value twice")
-            seen.add(id(value))
+        if isinstance(value, Tensor) and id(value) in numbers:
+            seen.add(numbers[id(value)])
             return numbers[id(value)]
         if type(value) is tuple:
             return tuple(map(of, value))
         if value is not None:
-            raise NoLeaf(f"it returns a {type(value).__name__}")
+            raise NoLeaf(f"it returns a {type(value).__name__} that it does not make")
         return None
 
     found = of(result)
-    if not seen or len(seen) != len(numbers):
-        raise NoLeaf("it returns no tensor, or makes what it does not return")
+    if not count or not seen.issuperset(range(count)):
+        raise NoLeaf("it makes nothing, or what it does not return")
     return found
 
 

@@ -207,7 +207,9 @@ class Layers:
             self.off = True
             raise NoLeaf("the model sets a mode of torch's around it")
         changes, variables = changed(tx.output.side_effects), outer.contexts.set_in(tx.output)
-        fakes = list({id(fake): fake for fake in tensors_of((args, kwargs))}.values())
+        fakes: list[Any] = list({id(fake): fake for fake in tensors_of((args, kwargs))}.values())
+        if not fakes:
+            raise NoLeaf("it is given no tensor")
         with self._alone(outer), _disable_current_modes(), no_python_dispatcher():
             hollows = {id(fake): hollow_like(fake, marked=True) for fake in fakes}
             given = tuple(hollows.values())
@@ -220,16 +222,18 @@ class Layers:
             raise NoLeaf("it reads a context variable that the model has set")
         self._check(call, outer)
         key = tuple(map(_kind, fakes)), torch.is_grad_enabled()
-        values = call.trace.known.get(key)
+        known = trace.known_in(fakes[0].fake_mode)
+        values = known.get(key)
         first = values is None
         if values is None:
             with Effects() as effects:
                 values = run_layer(call, fakes, self._twins.of)
             if not set(effects.written).isdisjoint(memory(fakes)):
                 raise NoLeaf("it writes into what it is given")
-            call.trace.known[key] = values
+            known[key] = values
         made = [values[node] if first else _like(values[node]) for node in call.trace.outputs]
         self.calls[id(made[0])] = call, values, made[0]
+        made += fakes
 
         def build(result: Any) -> Any:
             return tuple(map(build, result)) if isinstance(result, tuple) else None if result is None else made[result]

@@ -191,7 +191,7 @@ class _Placed:
             meta["stack_trace"] = (mark.stack_trace or "") + (node.stack_trace or "")
             here[node] = self._made(node, here.__getitem__, meta, names)
             self._note_size(here[node])
-        outputs = [here[node] for node in trace.outputs]
+        outputs = [*(here[node] for node in trace.outputs), *nodes]
 
         def build(result: Any) -> Any:
             return tuple(map(build, result)) if isinstance(result, tuple) else None if result is None else outputs[result]
@@ -208,7 +208,7 @@ class _Placed:
     def _named(self, node: fx.Node) -> None:
         """Give the user's name of a result, which a node of the trace has, to the node that makes it here."""
         made = self.results[node]
-        if not isinstance(made, fx.Node):
+        if not isinstance(made, fx.Node) or made.op == "placeholder":
             return
         made.meta[MADE] = node.meta["example_value"]
         if _base(node.name) != _base(_first(node)):
@@ -250,8 +250,9 @@ class _Placed:
 
 
 def _call_of(node: fx.Node, calls: Calls) -> tuple[LayerCall, dict[fx.Node, Any]]:
-    first = next(tensors_of(node.meta["example_value"]))
-    call, values, _ = calls[id(first)]
+    given = {id(argument.meta["example_value"]) for argument in tensors_of(node.args)}
+    found = (id(made) for made in tensors_of(node.meta["example_value"]))
+    call, values, _ = calls[next(key for key in found if key in calls and key not in given)]
     return call, values
 
 
