@@ -21,6 +21,7 @@ from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpipe.capture.tracing.effects.recorded_runs import RAN
 from fxpipe.capture.tracing.storageless_tensors import without_memory
 
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
@@ -127,6 +128,8 @@ class LayerFunction:
         assert self._layer is not None
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))  # the original loses the sources of its arguments
+        for node in graph.nodes:
+            node.meta.pop(RAN, None)  # of fake tensors that are not those of the model's trace
         copied = fx.GraphModule(module, graph)
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
         env = next((n.meta["example_value"].fake_mode.shape_env for n in nodes if _is_fake(n)), None)
