@@ -65,7 +65,6 @@ from .model_with_loss import call_model
 from .nested_values import change, is_plain
 from .recapture_reason import CallSignature, signature_of, why_new
 
-
 ROUTES = 4  # so many traces are kept of which layers say that they do not hold now
 
 

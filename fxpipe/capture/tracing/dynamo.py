@@ -143,9 +143,7 @@ def dynamo(
         names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         effects = configured.effects[-1] if configured.effects else PythonEffects()
-        return capture(
-            Traced(placed.module, mode, names, boxed, bool(configured.floats), _guarded(), effects, placed)
-        )
+        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), _guarded(), effects, placed))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):

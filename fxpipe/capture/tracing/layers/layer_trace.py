@@ -1,4 +1,4 @@
-"""The trace of one layer, alone: a function that takes the layer as an argument is compiled, once for a class of layers.
+"""The trace of one layer alone: a function that takes the layer as an argument is compiled, once for a class of layers.
 
 Dynamo's own guards then say which layers are alike, whatever their forward reads: where they hold, what was traced for
 one layer is right for the other one, with the tensors that the compiled code hands over for that one.
@@ -41,7 +41,7 @@ class LayerTrace:
     - `one_mode`: whether it is for training or for evaluation only; `flagged`: the modules whose flags are its ops.
     - `asked`, `floats`: as in `GradientMode` and `Traced`.
     - `objects`: the ids of the objects that it reads; `variables`: the context variables.
-    - `known`: what the nodes make, by the kinds of the arguments, in a trace of the model with the fake tensors of `mode`.
+    - `known`: what the nodes make, by the kinds of the arguments, in the trace of the model that has this `mode`.
     """
 
     module: fx.GraphModule
@@ -78,7 +78,7 @@ class LayerTrace:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        found: tuple[fx.Node, ...] = next(iter(reversed(self.module.graph.nodes))).args[0]  # type: ignore[assignment]
+        found: tuple[fx.Node, ...] = next(iter(reversed(self.module.graph.nodes))).args[0]
         return found
 
 

@@ -201,7 +201,8 @@ class Layers:
 
     def _known(self, leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = self._outer
-        assert outer is not None and self._twins is not None
+        assert outer is not None
+        assert self._twins is not None
         tx = InstructionTranslator.current_tx()
         if modes() != outer.modes or tx.symbolic_torch_function_state.mode_stack:
             self.off = True
@@ -213,8 +214,8 @@ class Layers:
         with self._alone(outer), _disable_current_modes(), no_python_dispatcher():
             hollows = {id(fake): hollow_like(fake, marked=True) for fake in fakes}
             given = tuple(hollows.values())
-            standing = [_in_place(value, hollows) for value in (args, kwargs)]
-            call = self._function(type(leaf.twin)).call(leaf.twin, *standing, given)
+            hollow_args, hollow_kwargs = (_in_place(value, hollows) for value in (args, kwargs))
+            call = self._function(type(leaf.twin)).call(leaf.twin, hollow_args, hollow_kwargs, given)
         trace = call.trace
         if changes and not (trace.objects | leads_to(leaf.twin)).isdisjoint(changes):
             raise NoLeaf("it reads what the model has changed before")

@@ -106,8 +106,11 @@ class _Placed:
                 self._layer(node, *call_of[node])
             elif node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], self._node))
-            elif node.target is operator.getitem and isinstance(self.results.get(node.args[0]), tuple):
+            elif node.target is operator.getitem and _is_part(node, self.results):
                 self._part(node)
+            elif node.op != "placeholder" and (size := _size(node.meta.get("example_value"))) in self.sizes:
+                self.of[node] = self.sizes[size]  # that of a layer before
+                self._skip(self.names.skipped(_first(node)) + 1, _first(node))
             elif node.op != "placeholder":
                 self.of[node] = self._made(node, self._node, node.meta, self.names)
             if node in self.of:
@@ -194,7 +197,9 @@ class _Placed:
         outputs = [*(here[node] for node in trace.outputs), *nodes]
 
         def build(result: Any) -> Any:
-            return tuple(map(build, result)) if isinstance(result, tuple) else None if result is None else outputs[result]
+            if isinstance(result, tuple):
+                return tuple(map(build, result))
+            return None if result is None else outputs[result]
 
         self.results[mark] = build(trace.result)
         self._named(mark)
@@ -227,9 +232,7 @@ class _Placed:
             made.meta["example_value"] = value
         return self.sizes[size]
 
-    def _made(
-        self, node: fx.Node, known: Callable[[fx.Node], Any], meta: dict[str, Any], names: _Names
-    ) -> fx.Node:
+    def _made(self, node: fx.Node, known: Callable[[fx.Node], Any], meta: dict[str, Any], names: _Names) -> fx.Node:
         """A copy of a node, named as Dynamo does: first after its function, then after the user's variable."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), known)
         first = _first(node)
@@ -254,6 +257,12 @@ def _call_of(node: fx.Node, calls: Calls) -> tuple[LayerCall, dict[fx.Node, Any]
     found = (id(made) for made in tensors_of(node.meta["example_value"]))
     call, values, _ = calls[next(key for key in found if key in calls and key not in given)]
     return call, values
+
+
+def _is_part(node: fx.Node, results: Mapping[fx.Node, Any]) -> bool:
+    """Whether the node takes an element of what a leaf makes."""
+    first = node.args[0] if node.args else None
+    return isinstance(first, fx.Node) and isinstance(results.get(first), tuple)
 
 
 def _held(node: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""Runs the graph of a layer on the fake tensors of the model's trace: what it makes there, and what it asks of sizes."""
+"""Runs the graph of a layer on fake tensors of the model's trace: what it makes there, and what it asks of sizes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _ask(trace: Any, values: Sequence[Any], nodes: Sequence[fx.Node], mode: Fake
                 raise NoLeaf("what it asks of sizes is not so in the model")
             continue
         count = len(env.guards)
-        if not torch.SymBool(SymNode(expression, env, bool, None)).node.guard_bool("", 0):
+        if not SymNode(expression, env, bool, None).guard_bool("", 0):
             raise NoLeaf("what it asks of sizes is not so in the model")
         if len(env.guards) > count:  # with the line of the layer that asks
             env.guards[-1] = env.guards[-1]._replace(sloc=guard.sloc)
