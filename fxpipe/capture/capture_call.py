@@ -17,8 +17,7 @@ front(args, kwargs, run)
   3. for a new kind of call: the route traces it. A dry pass returns hollow outputs, to find their places in the
      model's result; its changes of the twin's attributes are undone
   4. `run(graph, real inputs)` computes the outputs
-  5. the route puts them into the object that the model returns, and into the twin's attributes; attributes that
-     forward has set are then copied to the model
+  5. the route puts them into what the model returns; attributes that forward has set are copied to the model
 """
 
 from __future__ import annotations
@@ -40,9 +39,11 @@ from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
-from fxpipe.capture.tracing.dynamo import Route, Traced, dynamo
+from fxpipe.capture.tracing.dynamo import Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
+from fxpipe.capture.tracing.layers.place_layers import Stale
+from fxpipe.capture.tracing.layers.routes import Routes
 from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
@@ -64,12 +65,6 @@ from .model_exceptions import diagnosed
 from .model_with_loss import call_model
 from .nested_values import change, is_plain
 from .recapture_reason import CallSignature, signature_of, why_new
-
-ROUTES = 4  # so many traces are kept of which layers say that they do not hold now
-
-
-class Stale(Exception):
-    """A layer has changed in what a trace takes for granted."""
 
 
 class CallCapture:
@@ -118,16 +113,9 @@ class CallCapture:
         self._another_way = partial(another_way, self.pieces, function, self.grad_mode)
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
-        self._begin = partial(
-            dynamo,
-            function,
-            lambda traced: capture()(traced),  # type: ignore[misc]
-            lambda: starts()(),  # type: ignore[misc]
-            weakref.ref(self.layers),
-            weakref.ref(self.flags),
-            self.grad_mode,
-        )
-        self._routes: list[Route] = []
+        parts = weakref.ref(self.layers), weakref.ref(self.flags), self.grad_mode
+        begin = partial(dynamo, function, lambda traced: capture()(traced), lambda: starts()(), *parts)  # type: ignore
+        self._routes = Routes(begin, self.layers)
         self.anew()
         self._now: Now | None = None
         self.kind: Kind | None = None  # of the last call that was captured
@@ -141,7 +129,8 @@ class CallCapture:
         self.layers.forget()
         self.flags.forget()
         self._pure = True  # no trace does anything besides its ops
-        self._routes, self._unguarded = [self._begin()], self.twins.unguarded
+        self._routes.anew()
+        self._unguarded = self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         return self.run(RequestedCall(args, kwargs), run)
@@ -313,7 +302,7 @@ class CallCapture:
         self._now, before = now, self._now
         done = False
         try:
-            known_only = self._routes[0].known if self._pure else lambda *_: None
+            known_only = self._routes.first.known if self._pure else lambda *_: None
             result = known_only(self.twins.root, *now.call.given, *now.beside) if known else self._routed(now)
             if now.kind is not None and now.snapshot is not None:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
@@ -338,10 +327,10 @@ class CallCapture:
         others = 0
         while how is not None:
             try:
-                result = self._routes[0].call(self.twins.root, *now.call.given, *now.beside)
+                result = self._routes.first.call(self.twins.root, *now.call.given, *now.beside)
             except Stale:
                 others += 1
-                self._another_route(others)
+                self._routes.turn(others)
                 continue
             except Refused as refused:
                 tried.append(refused.spelled(partial(size_of, now.call)))
@@ -366,22 +355,10 @@ class CallCapture:
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 
-    def _another_route(self, tried: int) -> None:
-        """A layer has changed in what the first of the routes takes for granted: go another one, or a new one."""
-        if tried > ROUTES + 1:  # they do not even hold right after the trace
-            self.layers.give_up()
-            self.anew()
-            self.layers.renew(self.twins)
-            return
-        self._routes.append(self._routes.pop(0))
-        if tried >= len(self._routes):
-            self._routes = [self._begin(), *self._routes[: ROUTES - 1]]
-
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        placed = traced.placed
+        kind, placed = Kind(traced), traced.placed
         assert placed is not None
-        kind = Kind(traced)
         self._pure = self._pure and traced.effects.none
         call_capture = weakref.ref(self)
 
@@ -390,8 +367,6 @@ class CallCapture:
             assert self is not None
             now = self._now
             assert now is not None
-            if not placed.hold():
-                raise Stale
             now.kind, now.flat = kind, (flat := placed.flat(flat))
             if (part := now.part) not in kind.finished or now.run is None:
                 return self._dry(kind, now, flat)

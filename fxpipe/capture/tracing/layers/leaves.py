@@ -94,6 +94,8 @@ class Layers:
     def give_up(self) -> None:
         """Trace all layers with the model from now on."""
         self.on, self._state = False, ()
+        if self._twins is not None:
+            self.renew(self._twins)
 
     def renew(self, twins: Twins) -> None:
         """Make leaves of the repeated layers that the twins have now."""

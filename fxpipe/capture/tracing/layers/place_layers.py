@@ -24,6 +24,10 @@ Flat = tuple[Any, ...]
 Calls = Mapping[int, tuple[LayerCall, dict[fx.Node, Any], Tensor]]
 
 
+class Stale(Exception):
+    """A layer has changed in what a trace takes for granted."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """A graph with the layers in it.
@@ -37,12 +41,11 @@ class Placed:
     calls: tuple[LayerCall, ...] = ()
 
     def flat(self, flat: Flat) -> Flat:
-        """The flat arguments of the graph, from Dynamo's."""
+        """The flat arguments of the graph, from Dynamo's. Raises Stale if what was traced for a layer is not right for
+        it as it is now."""
+        if not all(call.holds() for call in self.calls):
+            raise Stale
         return tuple(place.twin if isinstance(place, Slot) else flat[place] for place in self.places)
-
-    def hold(self) -> bool:
-        """Whether what was traced for each layer is right for it as it is now."""
-        return all(call.holds() for call in self.calls)
 
 
 def is_leaf(node: fx.Node) -> bool:
