@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fxpipe.capture.tracing.storageless_tensors import hollow, without_memory
 from fxpipe.errors import ReleasedError
+from fxpipe.torch_internals.gradient_norms import allow_norms_of
 
 from .torch_clipping import refuse_partial
 
@@ -133,6 +134,7 @@ def release(tensors: Mapping[str, Tensor], kept: Iterable[Tensor], where: Callab
     own = {id(tensor) for tensor in kept}
     for path, tensor in tensors.items():
         if id(tensor) not in own and not isinstance(tensor, Released):
+            allow_norms_of([tensor])  # the model's is not used from now on
             released(tensor, path, where(path))
 
 
