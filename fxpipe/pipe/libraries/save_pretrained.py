@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.tensor import DTensor
-
 from fxpipe.errors import CheckpointError, FxpipeError
 
 from .model_in_other_class import with_methods
@@ -57,6 +55,8 @@ def save_pretrained(
             f"{', '.join(others) if not args else 'more arguments by position'}"
         )
     folder, state = Path(folders[0]), pipe.state_dict()
+    from torch.distributed.tensor import DTensor  # late: it takes sympy, which takes half a second
+
     if sharded := next((key for key, tensor in state.items() if isinstance(tensor, DTensor)), None):
         raise FxpipeError(f"{sharded} is shared out over ranks (ZeRO-3, parallelize): call fxpipe.save_checkpoint")
     own = folder / f"part-of-rank-{pipe.place}"
