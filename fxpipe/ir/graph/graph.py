@@ -381,7 +381,7 @@ def called(op: Op) -> str:
 
 def op_name(op: Op) -> str:
     """The name as in `called`, without the trailing `_` of an in-place op."""
-    return called(op) if called(op).startswith("__") else called(op).rstrip("_")
+    return name if (name := called(op)).startswith("__") else name.rstrip("_")
 
 
 def show_nest(nest: Any) -> str:

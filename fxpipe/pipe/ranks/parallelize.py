@@ -206,12 +206,8 @@ class Parallel:
                 error = self._gather()
             if error is None:
                 swapped = self._put(scheduler)
-                self.lent = WholeLoans(
-                    {
-                        path: whole.detach().requires_grad_(self.tensors()[path].requires_grad)
-                        for path, whole in self._lent(scheduler).items()
-                    }
-                )
+                now, lent = self.tensors(), self._lent(scheduler)
+                self.lent = WholeLoans({p: x.detach().requires_grad_(now[p].requires_grad) for p, x in lent.items()})
             yield error
         finally:
             self.owners, self.lent = {}, WholeLoans({})

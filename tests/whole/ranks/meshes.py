@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -426,6 +427,25 @@ def reduced(x: Any, t: Any) -> dict[str, Any]:
         "softmax": (x.softmax(1) * t).sum() + (x.softmax(0) * t).sum(),
         "product": (x @ t.T).square().sum(),
     }
+
+
+def tied_and_cut(group: Any) -> None:
+    """A weight that is cut by rows, and that a stage on another rank uses too."""
+    mesh, x = rows_of("pp", "tp"), torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    model[2].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    loss = F.mse_loss(plain(x), x)
+    loss.backward()
+    pipe = fxpipe.compile(model, 2, 2, group=mesh["pp"], timeout=60, example_inputs=x, split_at=["2"])
+    pipe.parallelize(mesh["tp"], lambda part, row: parallelize_module(part, row, {"0": ColwiseParallel()}))
+    torch.testing.assert_close(pipe.step(x, target=x, loss_fn=F.mse_loss), loss.detach())
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad, msg=name)
+    assert dist.get_rank() >= 2 or isinstance(dict(pipe.named_parameters())["0.weight"], DTensor)
+    pipe.close()
 
 
 def reductions(group: Any) -> None:

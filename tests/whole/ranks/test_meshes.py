@@ -90,3 +90,7 @@ def test_layers_without_bias(pool: Pool) -> None:
 
 def test_reductions_of_parts(pool: Pool) -> None:
     pool.run(meshes.reductions)
+
+
+def test_tied_and_cut(pool: Pool) -> None:
+    pool.run(meshes.tied_and_cut)

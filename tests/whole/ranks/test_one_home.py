@@ -36,7 +36,7 @@ def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:
 
 
 SAMPLE = [(PAIR, 0, 8), (THREE, 0, 3), (ALL, 0, 2)]
-MORE = [(PAIR, 8, 40), (THREE, 3, 12), (ALL, 2, 12)]
+MORE = [(PAIR, 8, 60), (THREE, 3, 20), (ALL, 2, 20)]
 
 
 def play(pool: Pool, ranks: tuple[int, ...], first: int, count: int) -> None:

@@ -69,10 +69,18 @@ class ShardExchange:
             raise FxpipeError(
                 "a gradient is sparse, and the parameter is sharded over replicas (ZeRO-3): write sparse=False"
             )
+        rows, total, came = self._room(one, gradient)
+        self._agree(2 * one.shards.number + 1)
+        return self._summed(rows, total, came)
+
+    def _room(self, one: Sharded, gradient: Tensor) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+        """The rows of all replicas, and room for the sum of this one's and for what comes. Nobody waits for it yet."""
         rows = split(gradient.contiguous(), one.shards.rows)
         own = rows[self.place]
-        total, came = torch.empty_like(own), torch.empty_like(own)  # the others' rows come one after the other
-        self._agree(2 * one.shards.number + 1)
+        return rows, torch.empty_like(own), torch.empty_like(own)  # the others' rows come one after the other
+
+    def _summed(self, rows: Sequence[Tensor], total: Tensor, came: Tensor) -> Tensor:
+        own = rows[self.place]
         sent = [(self._start(True, rank, rows[k]), rank) for k, rank in self.others]
         for k, rank in enumerate(self.ranks):
             part = own
@@ -127,16 +135,7 @@ class ShardExchange:
         """This replica's rows of the sum of the gradients of the whole parameter that replicas have. After a step: all
         replicas make this call. Raises Lost."""
         whole = torch.zeros(one.shape, dtype=one.part.dtype) if gradient is None else gradient
-        rows = split(whole.contiguous(), one.shards.rows)
-        sent = [(self._start(True, rank, rows[k]), rank) for k, rank in self.others]
-        total, came = torch.zeros_like(one.part), torch.empty_like(one.part)
-        for k, rank in enumerate(self.ranks):
-            if k != self.place:
-                self._finish(self._start(False, rank, came), rank)
-            total += rows[k] if k == self.place else came
-        for work, rank in sent:
-            self._finish(work, rank)
-        return total
+        return self._summed(*self._room(one, whole))
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
