@@ -87,11 +87,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
-    if "slow" not in config.getoption("-m"):
-        slow = [item for item in items if "slow" in item.keywords]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if "slow" not in item.keywords]
+    """Slow and long tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
+    asked = config.getoption("-m")
+    marks = {item: next((mark for mark in ("long", "slow") if mark in item.keywords), "") for item in items}
+    config.hook.pytest_deselected(items=[item for item, mark in marks.items() if mark not in asked])
+    items[:] = [item for item, mark in marks.items() if mark in asked]
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -46,13 +46,15 @@ def quick(one: tuple[str, ...]) -> bool:
     return one[0] == QUICK and one[-1] in ("three", "mixed")
 
 
-@pytest.mark.parametrize(("name", "checkpoint", "places"), mostly_slow(CALLS, quick))
+@pytest.mark.parametrize(("name", "checkpoint", "places"), mostly_slow(CALLS, quick, every=3))
 @on_device
 def test_calls(name: str, checkpoint: str, places: str) -> None:
     check_calls(name, PLACES[places], (8, 7), checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize(("name", "places"), mostly_slow(STEPS, lambda one: quick(one) or one[0] in ("complex", "gru")))
+@pytest.mark.parametrize(
+    ("name", "places"), mostly_slow(STEPS, lambda one: quick(one) or one[0] in ("complex", "gru"), 3)
+)
 @on_device
 def test_steps(name: str, places: str) -> None:
     check_steps(name, PLACES[places], (8, 7), schedule="1f1b")
@@ -63,7 +65,7 @@ def test_there_are_enough_models() -> None:
     assert len(UNDER_ALL) >= 20
 
 
-@pytest.mark.parametrize("name", mostly_slow(UNDER_ALL, lambda name: name == QUICK))
+@pytest.mark.parametrize("name", mostly_slow(UNDER_ALL, lambda name: name == QUICK, every=3))
 @on_device
 def test_all_schedules(name: str) -> None:
     """On one capture."""

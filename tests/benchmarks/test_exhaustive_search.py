@@ -19,7 +19,9 @@ from tests.helpers.operator_graphs import cluster, perceptron, rnnlm
 pytestmark = pytest.mark.slow  # the search takes half a minute to compile
 
 
-@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e10])
+@pytest.mark.parametrize(
+    "bandwidth", [pytest.param(1e6, marks=pytest.mark.long), 1e8, pytest.param(1e10, marks=pytest.mark.long)]
+)
 def test_exhaustive_search_finds_what_brute_force_finds(bandwidth):
     graph, machine, cost = perceptron(), cluster(2, bandwidth=bandwidth), estimated(launch=1e-7)
     choices = [configs(operator, 2) for operator in graph]

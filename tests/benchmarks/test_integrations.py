@@ -44,7 +44,7 @@ def test_models_of_hugging_face(name: str) -> None:
     assert pipe == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_over_ranks_goes_on_after_a_kill(tmp_path: Path) -> None:
     """Its losses are those of a run that nobody has disturbed, to the last bit. The one that is killed initialises
     torch.distributed itself."""

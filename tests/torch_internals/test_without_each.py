@@ -16,6 +16,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError
 from fxpipe.torch_internals.capability import Capability, capabilities
 from fxpipe.torch_internals.compiling.stage_compiler import OFF
+from tests.helpers.marks import mostly_slow
 from tests.whole.ranks import without
 from tests.whole.ranks.pool import Pool
 
@@ -94,7 +95,10 @@ def test_with_all_of_them(way: str) -> None:
     check(way)
 
 
-@pytest.mark.parametrize("what", [what for what in EVERY if what not in OF_RANKS])
+@pytest.mark.parametrize(
+    "what",
+    mostly_slow([what for what in EVERY if what not in OF_RANKS], lambda what: what in REFUSED or EVERY[what].needed),
+)
 def test_without_one(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = EVERY[what]
     monkeypatch.setitem(vars(capability), "there", False)

@@ -17,6 +17,7 @@ import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.pipe.build.build import predict
 from fxpipe.pipe.options.compile_options import Options, device_labels, stage_devices
+from tests.helpers.marks import slow_in_turn
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs
 from tests.whole.test_steps import (
@@ -62,15 +63,13 @@ def test_a_step_is_the_models(name: str, schedule: str, checkpoint: str) -> None
     check(name, 2, ((schedule, checkpoint),))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+@pytest.mark.parametrize(("index", "name"), slow_in_turn(enumerate(MODELS), 3), ids=MODELS)
 def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
     for turn, chosen in enumerate([*product(NAMES, CHECKPOINTS)][index % 21 :: 21]):  # 21 models see them all
         check(name, DEVICES[(index + turn) % len(DEVICES)], (chosen,))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+@pytest.mark.parametrize(("index", "name"), slow_in_turn(enumerate(MODELS), 3), ids=MODELS)
 def test_selective_recomputation_is_the_model(index: int, name: str) -> None:
     check(name, 2, ((("gpipe", "1f1b", "zb-h1")[index % 3], "selective"),))
 

@@ -100,7 +100,7 @@ def test_the_graphs_of_the_table_are_those_of_their_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(MODELS, lambda name: name in ("dropout", "attention dropout", "batch norm", "tied weight"))
+    "name", mostly_slow(MODELS, ("dropout", "attention dropout", "batch norm", "tied weight").__contains__, every=3)
 )
 def test_models_of_the_table(name: str) -> None:
     case = MODELS[name]

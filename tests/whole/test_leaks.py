@@ -194,7 +194,7 @@ def test_steps_in_one_go_leave_nothing(schedule: str, checkpoint: str) -> None:
     pipe.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_thousands_of_steps_leave_nothing(schedule: str) -> None:
     pipe, take = tiny(schedule, "except_last")

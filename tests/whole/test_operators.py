@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from tests.helpers.marks import slow_in_turn
 
 X = torch.rand(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PARTS = 16
@@ -93,9 +94,8 @@ KEPT = "kept whole|layout of memory|which forward writes|size .* cannot be compu
 LEFT_OUT = r"sparse\..*"  # sparse tensors are refused
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", slow_in_turn(range(PARTS), 4))
 def test_operators_of_torchs_database(part: int) -> None:
     database = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
     wrong, kept = [], []

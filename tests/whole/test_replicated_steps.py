@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.pipe.options.compile_options import Options, deal, device_labels, stage_devices
+from tests.helpers.marks import slow_in_turn
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs
 from tests.whole.test_steps import BATCHES, CHECKPOINTS, NAMES, captured, one_step, reference, stepped, steps_of
@@ -74,8 +75,7 @@ def test_a_replicated_step_is_the_models(index: int, name: str) -> None:
     assert check(name, configurations(index), CHECKPOINTS) == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(ALONE)), ids=ALONE)
+@pytest.mark.parametrize(("index", "name"), slow_in_turn(enumerate(ALONE), 3), ids=ALONE)
 def test_replicas_of_every_model(index: int, name: str) -> None:
     assert check(name, configurations(index), CHECKPOINTS)
 

@@ -88,7 +88,7 @@ def pipes() -> Iterator[Pipes]:
 # All models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", mostly_slow(MODELS, lambda name: name in QUICK))
+@pytest.mark.parametrize("name", mostly_slow(MODELS, QUICK.__contains__, every=3))
 def test_models_of_the_table(name: str, pipes: Pipes) -> None:
     case = MODELS[name]
     if "own-gradients" in case.traits or case.reduce is not None:
@@ -129,7 +129,7 @@ def all_of(graph: Graph) -> tuple[Any, ...]:
     return str(graph), str(graph.totals), graph.inputs, graph.sizes, graph.conditions, graph.outputs, ops
 
 
-@pytest.mark.parametrize("name", mostly_slow(MODELS, lambda name: name in QUICK))
+@pytest.mark.parametrize("name", mostly_slow(MODELS, QUICK.__contains__, every=3))
 def test_the_graph_of_a_plain_step_is_the_same(name: str) -> None:
     with captures() as made:
         (one, graph), (_, other) = graphs(MODELS[name])

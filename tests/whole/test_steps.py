@@ -38,7 +38,7 @@ from fxpipe.pipe.options.compile_options import Options, device_labels, every_de
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.schedules.make_schedule import SCHEDULES, Own
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS, Case
 from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown
 
@@ -167,8 +167,7 @@ def results_of(name: str) -> dict[int, Result]:
     return {batch: reference(case, model, batch, PARTS) for batch in BATCHES}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+@pytest.mark.parametrize(("index", "name"), slow_in_turn(enumerate(MODELS), 3), ids=MODELS)
 def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
     """Schedules and checkpoint modes, on one capture of each model: each sees all schedules, and three models together
     all pairs. Numbers of devices go round."""

@@ -29,7 +29,7 @@ from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
 from fxpipe.pipe.options.compile_options import Options, device_labels
 from fxpipe.profiling import estimate
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import Result, assert_same, build, inputs, plain, step
 
@@ -155,8 +155,7 @@ def check_captured(name: str, graph: Graph, config: Config) -> None:
                 raise
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+@pytest.mark.parametrize(("index", "name"), slow_in_turn(enumerate(MODELS), 3), ids=MODELS)
 def test_every_configuration_is_the_model(index: int, name: str) -> None:
     """On one capture of each model: six models together see the full product; that of many hundred ops sees a
     tenth."""

@@ -14,6 +14,7 @@ from fxpipe.planning.operators.operator_costs import estimated, once
 from fxpipe.planning.operators.simulate_strategy import simulate
 from fxpipe.planning.operators.strategy_search import METHODS, compile_core, search
 from fxpipe.planning.operators.strategy_space import configs
+from tests.helpers.marks import slow_in_turn
 from tests.helpers.operator_graphs import branches, cluster, lenet, perceptron, rnnlm
 
 
@@ -26,8 +27,7 @@ def test_the_optimum_of_a_small_space(method):
     assert found.seconds == best.seconds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("graph", [lenet(), rnnlm(steps=2)], ids=lambda graph: graph.name)
+@pytest.mark.parametrize("graph", slow_in_turn([lenet(), rnnlm(steps=2)], 2), ids=["lenet", "rnnlm"])
 def test_the_optimum(graph):
     """Of the whole space that is searched, with LeNet and two steps of a language model cut in all dimensions, on runs
     of devices: 13 to 26 configs for each of eight operators, 1.3e10 and 8.2e8 strategies."""
@@ -64,8 +64,7 @@ def test_no_single_change_is_an_improvement_in_plain_simulation(graph, devices):
     assert least == pytest.approx(found.seconds, rel=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "devices"), [(name, 4 if name == "nmt" else 8) for name in MODELS])
+@pytest.mark.parametrize(("name", "devices"), slow_in_turn([(name, 4 if name == "nmt" else 8) for name in MODELS], 3))
 def test_the_six_models_end_in_local_optima(name, devices):
     graph, machine = MODELS[name](), preset(f"p100:{devices}")
     found = search(graph, machine, budget=2.0, progress=False)

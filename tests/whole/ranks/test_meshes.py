@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.rendezvous_group import EAGER, LAZY
 from tests.whole.ranks import meshes
 from tests.whole.ranks.pool import Pool, RankFailed
@@ -36,8 +36,7 @@ def test_more_steps(pool: Pool, names: str, kinds: str, schedule: str, attends: 
     pool.run(meshes.steps_are_the_models, names, kinds, schedule, attends)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [LAZY, EAGER])
+@pytest.mark.parametrize("mode", slow_in_turn([LAZY, EAGER], 2))
 @pytest.mark.parametrize(("names", "kind", "first"), [("pp tp", "tp", 0), ("dp pp", "fsdp", 1), ("dp pp", "ddp", 0)])
 def test_all_schedules_under_the_rules_of_nccl(pool: Pool, names: str, kind: str, first: int, mode: str) -> None:
     """Values between stages, and collectives between rows: nothing is buffered, and both may share one queue. Every

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS
 from tests.whole.ranks.cases import Config
 from tests.whole.ranks.product import check
@@ -34,8 +34,7 @@ def test_some_schedules_are_the_model(index: int, name: str) -> None:
     assert check(name, {2: configs(3 * index, 3), 4: configs(2 * index, 2)}) == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+@pytest.mark.parametrize(("index", "name"), slow_in_turn(enumerate(MODELS), 3), ids=MODELS)
 def test_every_schedule_is_the_model(index: int, name: str) -> None:
     count = len(NAMES) // 3
     own = configs(index * count, count)

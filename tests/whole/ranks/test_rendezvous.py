@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.rendezvous_group import EAGER, LAZY
 from tests.whole.ranks import rendezvous
 from tests.whole.ranks.pool import Pool, RankFailed
@@ -42,8 +42,7 @@ def test_the_group_keeps_the_rules(mode: str) -> None:
         ranks.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", slow_in_turn([3, 2, 4], 3))
 @pytest.mark.parametrize(("index", "schedule"), list(enumerate(NAMES)), ids=NAMES)
 def test_all_schedules(pool: Pool, index: int, schedule: str, count: int) -> None:
     at = index + count

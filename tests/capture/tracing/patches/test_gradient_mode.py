@@ -165,7 +165,7 @@ QUICK = ("dropout", "counter", "experts")
 
 
 @pytest.mark.parametrize(
-    ("index", "name"), mostly_slow(enumerate(MODELS), lambda one: one[1] in QUICK), ids=list(MODELS)
+    ("index", "name"), mostly_slow(enumerate(MODELS), lambda one: one[1] in QUICK, every=3), ids=list(MODELS)
 )
 def test_results_are_those_of_separate_traces(index: int, name: str) -> None:
     """With gradients and then without them, in either of torch's modes in turn."""

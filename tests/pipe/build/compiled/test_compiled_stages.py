@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import CompileError, PlanError
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 from tests.whole.test_steps import one_step, reference, stepped
@@ -92,14 +92,16 @@ def test_compiled_steps_with_replicas_are_the_models() -> None:
     check_steps("own function", "1f1b", "eager", devices=3, replicas=(2, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batches", "schedules"),
-    [
-        ("own function", BATCHES, SCHEDULES),
-        ("flatten time", BATCHES[:2], SCHEDULES),
-        ("tied transformer", (9,), SCHEDULES[1:2]),
-    ],
+    slow_in_turn(
+        [
+            ("own function", BATCHES, SCHEDULES),
+            ("flatten time", BATCHES[:2], SCHEDULES),
+            ("tied transformer", (9,), SCHEDULES[1:2]),
+        ],
+        3,
+    ),
 )
 def test_steps_by_inductor_are_the_models(name: str, batches: Sequence[int], schedules: Sequence[str]) -> None:
     """In one process: what it compiles for the first schedule, three seconds for each kernel, is there for the others.
@@ -108,20 +110,18 @@ def test_steps_by_inductor_are_the_models(name: str, batches: Sequence[int], sch
         check_steps(name, schedule, "inductor", batches=batches)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", ["autograd", "code"])
+@pytest.mark.parametrize("backward", slow_in_turn(["code", "autograd"], 2))
 def test_steps_of_convolutions_by_inductor_are_the_models(backward: str) -> None:
     # Inductor adds up in another order, which is all that is left of the gradient of a bias before a batch norm.
     check_steps("batch norm", "zb-h1", "inductor", batches=(6,), tol=1e-8, backward=backward)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_last_states_of_an_lstm_have_their_shape() -> None:
     check_steps("lstm", "1f1b", "aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in list(MODELS)[::4] if name != "amoebanet"])
+@pytest.mark.parametrize("name", slow_in_turn([name for name in list(MODELS)[::4] if name != "amoebanet"], 3))
 def test_models_can_be_compiled(name: str) -> None:
     check_steps(name, "zb-h1", "aot_eager")
 

@@ -19,7 +19,6 @@ from fxpipe.planning.operators.expert_strategies import data_parallel, scattered
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.simulate_strategy import simulate
-from tests.helpers.marks import mostly_slow
 from tests.helpers.operator_graphs import branches, cluster, lenet, rnnlm, translation
 from tests.helpers.random_operator_graphs import network, strategy
 
@@ -71,7 +70,9 @@ def test_all_times_of_all_tasks_after_each_proposal(name, devices):
     assert follow(core, 100) > 20
 
 
-@pytest.mark.parametrize("devices", mostly_slow([4, 8, 16], lambda devices: devices == 8))
+@pytest.mark.parametrize(
+    "devices", [pytest.param(4, marks=pytest.mark.long), 8, pytest.param(16, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_published_graphs(name, devices):
     """All in all more than 10,000 proposals, most of them where they are cheap."""
@@ -85,7 +86,7 @@ def test_that_these_are_10_000_proposals():
     assert 3 * sum(PROPOSALS[name] for name in MODELS) >= 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_published_graph_on_64_devices():
     graph = MODELS["nmt"]()
     core = FullCore(graph, k80s(16), estimated(), capacity=1 << 22)
