@@ -337,7 +337,10 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
         self.requires_grad = True
         return self
 
-    with patched(kind, _call_setattr=setting), patched(values, method_requires_grad_=calling):
+    found: dict[str, Any] = {"method_requires_grad_": calling}
+    if method := getattr(values, "tp_methods", {}).get("requires_grad_"):  # the table of torch 2.15
+        found["tp_methods"] = values.tp_methods | {"requires_grad_": type(method)(calling)}
+    with patched(kind, _call_setattr=setting), patched(values, **found):
         yield
 
 
