@@ -17,8 +17,7 @@ front(args, kwargs, run)
   3. for a new kind of call: the route traces it. A dry pass returns hollow outputs, to find their places in the
      model's result; its changes of the twin's attributes are undone
   4. `run(graph, real inputs)` computes the outputs
-  5. the route puts them into the object that the model returns, and into the twin's attributes; attributes that
-     forward has set are then copied to the model
+  5. the route puts them into what the model returns; attributes that forward has set are copied to the model
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
+from fxpipe.capture.tracing.layers.leaves import Layers
+from fxpipe.capture.tracing.layers.place_layers import Stale
+from fxpipe.capture.tracing.layers.routes import Routes
 from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
-from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoints
-from fxpipe.capture.tracing.rewriting.inline_layers import inline_layers
 from fxpipe.capture.tracing.rewriting.transforms import transformed
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.twins.attribute_changes import Snapshot
-from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
@@ -80,6 +79,7 @@ class CallCapture:
       it returns the result.
     - `whole`: whether it does so even if only the loss is wanted, for later calls. Ends where that cannot be done.
     - `transforms`: the user's functions that change what was traced.
+    - `by_layers`: whether repeated layers are traced alone, each kind once; else the model is traced at once.
     - `dynamic`, `both_modes`: as in `Arguments` and `TrainingFlags`; what can only be captured without, is.
     """
 
@@ -97,6 +97,7 @@ class CallCapture:
         dynamic: bool = False,
         both_modes: bool = False,
         whole: bool = False,
+        by_layers: bool = True,
     ) -> None:
         self.model = model
         self.reduce = reduce
@@ -106,21 +107,15 @@ class CallCapture:
         self.arguments = Arguments(model, batch_dim, sizes, dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
-        self.equal = EqualModules()
+        self.layers = Layers(by_layers)
         self.flags = TrainingFlags(both_modes)
         self.grad_mode = GradientMode()
         self._another_way = partial(another_way, self.pieces, function, self.grad_mode)
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
-        self._begin = partial(
-            dynamo,
-            function,
-            lambda traced: capture()(traced),  # type: ignore[misc]
-            lambda: starts()(),  # type: ignore[misc]
-            weakref.ref(self.equal),
-            weakref.ref(self.flags),
-            self.grad_mode,
-        )
+        parts = weakref.ref(self.layers), weakref.ref(self.flags), self.grad_mode
+        begin = partial(dynamo, function, lambda traced: capture()(traced), lambda: starts()(), *parts)  # type: ignore
+        self._routes = Routes(begin, self.layers)
         self.anew()
         self._now: Now | None = None
         self.kind: Kind | None = None  # of the last call that was captured
@@ -131,10 +126,11 @@ class CallCapture:
 
     def anew(self) -> None:
         """Forget what was captured."""
-        self.equal.relied.clear()
+        self.layers.forget()
         self.flags.forget()
         self._pure = True  # no trace does anything besides its ops
-        self._route, self._unguarded = self._begin(), self.twins.unguarded
+        self._routes.anew()
+        self._unguarded = self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         return self.run(RequestedCall(args, kwargs), run)
@@ -288,10 +284,11 @@ class CallCapture:
         """One call of the route, in which all tensors are hollow until `run` runs. `known`: only of a kind that is."""
         check_modes()
         self.twins.sync()
-        news = self.pieces.renew(self.twins), self.equal.renew(self.twins), self.flags.renew(self.twins)
+        news = self.pieces.renew(self.twins), self.flags.renew(self.twins)
         if any(news) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self.anew()
+        self.layers.renew(self.twins)
         if request.want == "loss" and not self.whole:
             request = request._replace(rest=(*request.rest[:-1], False))
         # On the model's device, so that the caller may have the batch on any device.
@@ -302,7 +299,7 @@ class CallCapture:
         self._now, before = now, self._now
         done = False
         try:
-            known_only = self._route.known if self._pure else lambda *_: None
+            known_only = self._routes.first.known if self._pure else lambda *_: None
             result = known_only(self.twins.root, *now.call.given, *now.beside) if known else self._routed(now)
             if now.kind is not None and now.snapshot is not None:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
@@ -327,10 +324,15 @@ class CallCapture:
         tried: list[Refused] = []
         before = dict(self.pieces.of)
         how: str | None = self.pieces.how
+        others = 0
         while how is not None:
             now.call.objects.restore()
             try:
-                result = self._route.call(self.twins.root, *now.call.given, *now.beside)
+                result = self._routes.first.call(self.twins.root, *now.call.given, *now.beside)
+            except Stale:
+                others += 1
+                self._routes.turn(others)
+                continue
             except Refused as refused:
                 tried.append(refused.spelled(partial(size_of, now.call)))
                 tried[-1].route = how
@@ -350,14 +352,14 @@ class CallCapture:
             else:
                 how = self._another_way(now, tried)
             self.anew()
+            self.layers.renew(self.twins)
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        traced, given = inline_layers(traced, self.twins.of)
-        inline_checkpoints(traced.module)
-        kind = Kind(traced)
+        kind, placed = Kind(traced), traced.placed
+        assert placed is not None
         self._pure = self._pure and traced.effects.none
         call_capture = weakref.ref(self)
 
@@ -366,7 +368,7 @@ class CallCapture:
             assert self is not None
             now = self._now
             assert now is not None
-            now.kind, now.flat = kind, (flat := given(flat))
+            now.kind, now.flat = kind, (flat := placed.flat(flat))
             if (part := now.part) not in kind.finished or now.run is None:
                 return self._dry(kind, now, flat)
             kind.check(now.call, part, self.sizes, self._told)

@@ -33,7 +33,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
-from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.runtime.interrupts import Interrupts
@@ -41,14 +40,16 @@ from fxpipe.runtime.interrupts import Interrupts
 from .composite_ops import composed_in_python, one_step
 from .effects.python_effects import PythonEffects, python_effects
 from .effects.recorded_runs import recorded_runs
+from .layers.leaves import Layers, Outer, modes
+from .layers.place_layers import Placed
 from .patches.constant_tensors import folding_constants
 from .patches.context_variables import Contexts, context_variables
 from .patches.gradient_mode import GradientMode, observed_mode
 from .patches.numpy_folding import folding
 from .patches.patched import patched, quiet
-from .patches.record_layers import recorded_layers
 from .patches.saved_variables import saved_variables
 from .patches.training_flags import TrainingFlags, training_flags
+from .rewriting.inline_checkpoints import inline_checkpoints
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
@@ -91,6 +92,7 @@ class Traced:
     - `folded`: whether numpy has made floats of plain numbers.
     - `guarded`: returns the objects that Dynamo guards; can be called once.
     - `effects`: what the call does besides the ops.
+    - `placed`: the graph as it was traced, with its layers.
     """
 
     module: fx.GraphModule
@@ -100,6 +102,7 @@ class Traced:
     folded: bool = False
     guarded: Callable[[], list[Any]] = list
     effects: PythonEffects = field(default_factory=PythonEffects)
+    placed: Placed | None = None
 
 
 class Route(NamedTuple):
@@ -118,29 +121,34 @@ def dynamo(
     function: Callable[..., Any],
     capture: Capture,
     starts: Callable[[], None],
-    equal: weakref.ref[EqualModules],
+    layers: weakref.ref[Layers],
     flags: weakref.ref[TrainingFlags],
     grad_mode: GradientMode,
 ) -> Route:
     """The functions to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; of `equal` modules one is traced; `flags` may be ops; the
-    trace is in the mode of `grad_mode`."""
+    `starts` is called before a new kind of call is traced; `layers` are traced alone; `flags` may be ops; the trace is
+    in the mode of `grad_mode`."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        if (found := flags()) is not None:
-            found.settle(module.graph)
+        inline_checkpoints(module)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         # Not the tracing context's mode, which is another one while the backend runs.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-        names, boxed = tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))
+        leaves = layers()
+        assert leaves is not None
+        placed = leaves.placed(module, mode)
+        if (found := flags()) is not None:
+            found.settle(placed.module.graph)
+        names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
+        boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         effects = configured.effects[-1] if configured.effects else PythonEffects()
-        return capture(Traced(module, mode, names, boxed, bool(configured.floats), _guarded(), effects))
+        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), _guarded(), effects, placed))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts, equal, flags, grad_mode)
+    context.callback = configured = _Configured(context.callback, starts, layers, flags, grad_mode)
     fresh = _fresh(function)
     run = context(fresh)
 
@@ -156,10 +164,14 @@ def dynamo(
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
+                if (leaves := layers()) is not None and leaves.leave_out(configured.modules, str(error)):
+                    continue
                 if refused is None or configured.further(str(error)):
                     refused = refusal(error, configured.modules, sizes=configured.sizes)
                 if not configured.another(str(error)):
                     raise refused from None
+                if leaves is not None:
+                    leaves.forget()
 
     def known(*given: Any) -> tuple[Any] | None:
         if torch._dynamo.eval_frame._stance.stance == "force_eager":
@@ -224,11 +236,11 @@ class _Configured:
         self,
         compile: Callable[..., Any],
         starts: Callable[[], None],
-        equal: weakref.ref[EqualModules],
+        layers: weakref.ref[Layers],
         flags: weakref.ref[TrainingFlags],
         grad_mode: GradientMode,
     ) -> None:
-        self.starts, self.equal, self.flags, self.grad_mode = starts, equal, flags, grad_mode
+        self.starts, self.layers, self.flags, self.grad_mode = starts, layers, flags, grad_mode
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
@@ -274,7 +286,6 @@ class _Configured:
                 context_variables(contexts),
                 training_flags(self.flags()),
                 observed_mode(self.grad_mode),
-                recorded_layers(self.equal(), contexts),
                 recorded_runs(),
                 python_effects(self.effects),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better
@@ -282,6 +293,9 @@ class _Configured:
                 patched(torch._dynamo.guards, profile_guard_manager=lambda *_: 0.0),
             ):
                 settings.enter_context(setting)
+            if (leaves := self.layers()) is not None:
+                outer = Outer(self.flags(), self.grad_mode, contexts, self.floats, self.effects, modes())
+                settings.enter_context(leaves.tracing(outer))
             try:
                 result = self._torchdynamo_orig_backend(*args, **kwargs)
             except Exception as error:  # some are Python's own, of checks inside of Dynamo

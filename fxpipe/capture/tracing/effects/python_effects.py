@@ -29,10 +29,12 @@ class PythonEffects:
 
     - `changed`: the ids of the older objects that it changes.
     - `draws`: whether it draws random numbers of Python's.
+    - `reached`: the ids of the objects that it might have changed.
     """
 
     changed: frozenset[int] = frozenset({UNKNOWN})
     draws: bool = True
+    reached: frozenset[int] = frozenset()
 
     @property
     def none(self) -> bool:
@@ -49,14 +51,16 @@ def python_effects(found: list[PythonEffects]) -> Iterator[None]:
     compiling = OutputGraph.call_user_compiler
 
     def call_user_compiler(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(PythonEffects(_changed(self.side_effects), bool(self.random_calls)))
+        reached = frozenset(self.side_effects.id_to_variable)
+        found.append(PythonEffects(changed(self.side_effects), bool(self.random_calls), reached))
         return compiling(self, *args, **kwargs)
 
     with patched(OutputGraph, call_user_compiler=call_user_compiler):
         yield
 
 
-def _changed(effects: Any) -> frozenset[int]:
+def changed(effects: Any) -> frozenset[int]:
+    """The ids of the older objects that a trace has changed by now."""
     older = AttributeMutationExisting, ValueMutationExisting
     changed = {
         key

@@ -39,11 +39,9 @@ class Contexts:
             self.output, self.values = output, {}
         return self.values.setdefault(variable, [])
 
-    def tokens(self, output: Any) -> tuple[int, ...]:
-        """What tells whether the variables are as they were."""
-        return (
-            tuple(id(token) for values in self.values.values() for token, _ in values) if self.output is output else ()
-        )
+    def set_in(self, output: Any) -> frozenset[ContextVar[Any]]:
+        """The variables that have a value of this trace's."""
+        return frozenset(key for key, values in self.values.items() if values) if self.output is output else frozenset()
 
     @property
     def left(self) -> list[str]:

@@ -65,6 +65,7 @@ class GradientMode:
 
     def __init__(self) -> None:
         self.shared, self.asked = KNOWN, ""
+        self.inside = False  # whether a layer is traced alone
         self._called_in = WITH_GRADIENTS
 
     @contextmanager
@@ -89,7 +90,7 @@ class GradientMode:
 
     def note(self, tx: Any) -> None:
         """The mode is asked for, if by the model: for a loss function there are always gradients."""
-        if tx.nn_module_stack:
+        if tx.nn_module_stack or self.inside:
             frame = TracingContext.extract_stack()[-1]
             self.asked = f"{file_name(frame.filename)}:{frame.lineno}"
 

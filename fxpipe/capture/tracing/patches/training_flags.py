@@ -137,15 +137,35 @@ class TrainingFlags:
             return None
         return _op(self._output, training_flag, (), True)
 
-    def settle(self, graph: fx.Graph) -> None:
-        """The trace is over: let it be for both modes, or for one."""
+    @contextmanager
+    def inner(self) -> Iterator[None]:
+        """A context in which another trace is taken inside of this one."""
+        before = self._output, self._reads, self._constant, self._settled
+        self._output, self._reads, self._constant, self._settled = None, {}, False, False
+        try:
+            yield
+        finally:
+            self._output, self._reads, self._constant, self._settled = before
+
+    def take(self, one_mode: bool, modules: list[nn.Module]) -> bool:
+        """A part of this trace was taken before: for one mode, or with the flags of these modules as ops. Returns
+        whether that is right for them now."""
+        if any(vars(module).get("training") is not self.mode for module in modules):
+            return False
+        self._constant = self._constant or one_mode
+        self.relied |= {id(module): module for module in modules}
+        return True
+
+    def settle(self, graph: fx.Graph) -> tuple[bool, tuple[int, ...]]:
+        """The trace is over: let it be for both modes, or for one. Returns which, and the ids of the modules whose
+        flags it reads."""
         nodes = [node for node in graph.nodes if node.target in (training_flag, either)]
         whole = any(hasattr(node.target, "piece") for node in graph.nodes)
         self._settled = True
         shared = not self._constant and not whole and all(_only_chooses(node) for node in nodes)
         if shared:
             self.relied |= {key: module for key, (module, _) in self._reads.items() if nodes}
-            return
+            return True, tuple(self._reads)
         for node in nodes:
             value = self.mode if node.target is training_flag else node.args[1 if self.mode else 2]
             _replace(node, value)
@@ -153,6 +173,7 @@ class TrainingFlags:
             graph.erase_node(node)
         for _, source in self._reads.values():
             install_guard(AttrSource(source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
+        return False, tuple(self._reads)
 
 
 def _op(output: Any, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:

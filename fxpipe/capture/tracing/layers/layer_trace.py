@@ -1,0 +1,276 @@
+"""The trace of one layer alone: a function that takes the layer as an argument is compiled, once for a class of layers.
+
+Dynamo's own guards then say which layers are alike, whatever their forward reads: where they hold, what was traced for
+one layer is right for the other one, with the tensors that the compiled code hands over for that one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._guards import TracingContext
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe.capture.tracing.effects.recorded_runs import RAN
+from fxpipe.capture.tracing.storageless_tensors import without_memory
+
+Pattern = Any  # a nest of tuples and None, with the numbers of tensors
+
+
+class NoLeaf(Exception):
+    """Why a layer is traced with the model."""
+
+
+@dataclass(eq=False)
+class LayerTrace:
+    """What was traced for a kind of layer.
+
+    - `module`: the graph; `guards`: what it asks of sizes.
+    - `layer`: the first one; `paths`: its modules by id.
+    - `result`: what forward returns, with the numbers of the graph's outputs.
+    - `one_mode`: whether it is for training or for evaluation only; `flagged`: the modules whose flags are its ops.
+    - `asked`, `floats`: as in `GradientMode` and `Traced`.
+    - `objects`: the ids of the objects that it reads; `variables`: the context variables.
+    - `known`: what the nodes make, by the kinds of the arguments, in the trace of the model that has this `mode`.
+    """
+
+    module: fx.GraphModule
+    guards: tuple[Any, ...]
+    layer: nn.Module
+    sizes: dict[fx.Node, tuple[int, int]]
+    paths: dict[int, str]
+    result: Pattern = None
+    one_mode: bool = False
+    flagged: tuple[str, ...] = ()
+    asked: str = ""
+    floats: tuple[float, ...] = ()
+    known: dict[Any, dict[fx.Node, Any]] = field(default_factory=dict)
+    objects: frozenset[int] = frozenset()
+    variables: frozenset[Any] = frozenset()
+    mode: FakeTensorMode | None = None
+    guarded: list[Any] = field(default_factory=list)
+
+    def known_in(self, mode: FakeTensorMode) -> dict[Any, dict[fx.Node, Any]]:
+        """`known` of the model's trace with this mode of fake tensors: those of another one are of no use in it."""
+        if self.mode is not mode:
+            self.mode, self.known = mode, {}
+        return self.known
+
+    def reached(self) -> list[Any]:
+        """The objects that Dynamo guards, once."""
+        found = [guard.obj_weakref() for guard in self.guarded if isinstance(guard.obj_weakref, weakref.ref)]
+        self.guarded.clear()
+        return found
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        found: tuple[fx.Node, ...] = next(iter(reversed(self.module.graph.nodes))).args[0]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A call of a layer while the model is traced: its trace, the values that the trace took, the stand-ins of the
+    arguments, and Dynamo's guards with what they look at."""
+
+    trace: LayerTrace
+    layer: nn.Module
+    taken: tuple[Any, ...]
+    given: tuple[Tensor, ...]
+    guards: Any
+    named: dict[str, Any]
+
+    def holds(self) -> bool:
+        """Whether the trace is right for this layer as it is now."""
+        return not isinstance(self.guards, DeletedGuardManagerWrapper) and bool(self.guards.check(self.named))
+
+
+def call_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is traced: the forward of a layer; its hooks are in the trace of the model."""
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+class LayerFunction:
+    """The compiled function for the layers of a class. `note(trace)` is called for each new trace, while it is made;
+    what it raises refuses the layer."""
+
+    def __init__(self, name: str, note: Callable[[LayerTrace], None]) -> None:
+        self.note = note
+        self._seen: list[tuple[LayerTrace, tuple[Any, ...], tuple[Tensor, ...]]] = []
+        self._layer: nn.Module | None = None
+        code = call_layer.__code__
+        self.function = FunctionType(code.replace(co_name=f"{code.co_name}_{name}"), {"__builtins__": __builtins__})
+        own = weakref.ref(self)  # torch keeps every backend alive
+
+        def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            function = own()
+            assert function is not None
+            return function._traced(module, own)
+
+        self.compiled = torch._dynamo.optimize(backend, nopython=True, dynamic=False)(self.function)
+        weakref.finalize(self, reset_code, self.function.__code__).atexit = False
+
+    def _traced(self, module: fx.GraphModule, own: weakref.ref[LayerFunction]) -> Callable[..., Any]:
+        assert self._layer is not None
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))  # the original loses the sources of its arguments
+        for node in graph.nodes:
+            node.meta.pop(RAN, None)  # of fake tensors that are not those of the model's trace
+        copied = fx.GraphModule(module, graph)
+        nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        env = next((n.meta["example_value"].fake_mode.shape_env for n in nodes if _is_fake(n)), None)
+        paths: dict[int, str] = {}
+        for path, part in self._layer.named_modules():
+            paths[id(part)] = path
+        guards = tuple(env.guards) if env is not None else ()
+        trace = LayerTrace(copied, guards, self._layer, dict(_sizes(nodes)), paths)
+        trace.guarded = list(TracingContext.get().guards_context.dynamo_guards)
+        _check(copied)
+        self.note(trace)
+        made = [output.meta["example_value"] for output in trace.outputs]
+
+        def run(*taken: Any) -> tuple[Tensor, ...]:
+            function = own()
+            assert function is not None
+            results = tuple(map(hollow_like, made))
+            function._seen.append((trace, taken, results))
+            return results
+
+        return run
+
+    def call(self, layer: nn.Module, args: Any, kwargs: Any, given: tuple[Tensor, ...]) -> LayerCall:
+        """Call the function. `args` and `kwargs` have stand-ins, which are `given`. Raises NoLeaf, and whatever Dynamo
+        raises."""
+        named = dict(zip(self.function.__code__.co_varnames, (layer, args, kwargs), strict=False))
+        self._seen.clear()
+        self._layer = layer
+        try:
+            entry = self._entry(named)
+            if entry is not None:
+                result = FunctionType(entry.code, self.function.__globals__)(layer, args, kwargs)
+            else:
+                result = self.compiled(layer, args, kwargs)
+                entry = self._entry(named)
+            if entry is None or len(self._seen) != 1:
+                raise NoLeaf("no call of it is like another")
+            [(trace, taken, results)] = self._seen
+        finally:
+            self._layer = None
+            self._seen.clear()
+        numbers = {id(made): number for number, made in enumerate((*results, *given))}
+        trace.result = pattern(result, numbers, len(results))
+        return LayerCall(trace, layer, taken, given, entry.guard_manager, named)
+
+    def _entry(self, named: dict[str, Any]) -> Any:
+        """What Dynamo has compiled for such a call."""
+        for entry in _debug_get_cache_entry_list(self.function.__code__):
+            guards = entry.guard_manager
+            if not isinstance(guards, DeletedGuardManagerWrapper) and guards.check(named):
+                return entry
+        return None
+
+
+def pattern(result: Any, numbers: dict[int, int], count: int) -> Pattern:
+    """What a layer returned, with the numbers of its tensors: the first `count` ones it has made, the others it was
+    given. Raises NoLeaf for what cannot be built in its place."""
+    seen: set[int] = set()
+
+    def of(value: Any) -> Pattern:
+        if isinstance(value, Tensor) and id(value) in numbers:
+            seen.add(numbers[id(value)])
+            return numbers[id(value)]
+        if type(value) is tuple:
+            return tuple(map(of, value))
+        if value is not None:
+            raise NoLeaf(f"it returns a {type(value).__name__} that it does not make")
+        return None
+
+    found = of(result)
+    if not count or not seen.issuperset(range(count)):
+        raise NoLeaf("it makes nothing, or what it does not return")
+    return found
+
+
+def tensors_of(nest: Any) -> Iterator[Any]:
+    """The tensors, or nodes, in arguments, in order."""
+    if isinstance(nest, (Tensor, fx.Node)):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for item in nest:
+            yield from tensors_of(item)
+    elif isinstance(nest, dict):
+        yield from tensors_of(tuple(nest.values()))
+
+
+def hollow_like(fake: Any, marked: bool = False) -> Tensor:
+    """A tensor without memory like a fake one; `marked`: its sizes that vary may do so in a trace. Raises NoLeaf."""
+    if type(fake) is not FakeTensor or fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
+        raise NoLeaf(f"it takes or gives a {type(fake).__name__} that is no plain tensor")
+    if free_unbacked_symbols(fake):
+        raise NoLeaf("it takes or gives a size that depends on data")
+    sizes, strides = ([int(hint(n)) for n in numbers] for numbers in (fake.shape, fake.stride()))
+    made = without_memory(sizes, strides, fake.dtype, fake.device)
+    if made.dim() == 0:
+        made.zero_()  # Dynamo remembers the item of a 0-dim tensor
+    made.requires_grad_(fake.requires_grad)
+    for dim, size in enumerate(fake.shape if marked else ()):
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            torch._dynamo.maybe_mark_dynamic(made, dim)
+    return made
+
+
+def hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _is_fake(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), FakeTensor)
+
+
+def _sizes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, tuple[int, int]]]:
+    """Of which argument of the graph, and of which dimension of it, an argument that is a size is one."""
+    shapes = [node.meta["example_value"].shape if _is_fake(node) else () for node in nodes]
+    for node in nodes:
+        value = node.meta["example_value"]
+        if isinstance(value, torch.SymInt):
+            where = ((place, dim) for place, shape in enumerate(shapes) for dim, size in enumerate(shape))
+            same = (at for at in where if _expression(shapes[at[0]][at[1]]) == value.node.expr)
+            found = next(same, None)
+            source = getattr(node.meta.get("grapharg"), "source", None)
+            if found is None or not isinstance(source, TensorPropertySource) or source.prop is not TensorProperty.SIZE:
+                raise NoLeaf("it takes a number that varies")
+            yield node, found
+        elif not isinstance(value, Tensor) or getattr(node.meta.get("grapharg"), "is_tensor", True) is False:
+            raise NoLeaf("it takes a number that varies")
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def _check(module: fx.GraphModule) -> None:
+    """Raises NoLeaf for a graph that is not put in place: with a graph inside, or sizes that depend on data."""
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        plain = node.op == "call_method" or (node.op == "call_function" and not hasattr(node.target, "piece"))
+        if not plain or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise NoLeaf("it has a graph inside, or a part that is kept whole")
+        value = node.meta.get("example_value")
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(item):
+                raise NoLeaf("it has a size that depends on data")

@@ -1,0 +1,358 @@
+"""The layers of a model that are leaves of its trace.
+
+    x = self.h[0](x)       one op in the trace of the model, `layer`; meanwhile the layer is traced alone
+    x = self.h[1](x)       one op; what was traced for the first layer is right for this one too, as its guards say
+
+What the op makes is known from the layer's graph, which `place_layers.py` puts in its place afterwards. What cannot be
+traced alone is traced with the model (`NoLeaf`): the model's trace begins again without this leaf.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import no_python_dispatcher
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._subclasses import FakeTensorMode
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpipe.capture.tracing.effects.observed_writes import Effects, memory
+from fxpipe.capture.tracing.effects.python_effects import PythonEffects, changed
+from fxpipe.capture.tracing.patches.context_variables import Contexts
+from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
+from fxpipe.capture.tracing.patches.training_flags import TrainingFlags, training_flag
+from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
+
+from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, hollow_like, tensors_of
+from .place_layers import Placed, place_layers
+from .repeated import repeated
+from .run_layer import run_layer
+
+log = logging.getLogger("fxpipe")
+LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Outer:
+    """The trace of the model that is being taken: what it has seen, which that of a layer sees too."""
+
+    flags: TrainingFlags | None
+    grad_mode: GradientMode
+    contexts: Contexts
+    floats: list[float]
+    effects: list[PythonEffects]
+    modes: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Leaf:
+    """A layer, the function that stands for its forward, and the op that this calls."""
+
+    twin: nn.Module
+    forward: Callable[..., Any]
+
+
+class Layers:
+    """The leaves among the twins of a model.
+
+    - `on`: whether there are any.
+    - `of`: by the id of the twin.
+    - `left_out`: the ids of those that cannot be leaves, and classes of which two cannot.
+    - `calls`: what the ops of the current trace stand for, by the id of the first tensor that they make, with the kinds
+      of its arguments; and that tensor.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        self.on, self.off = on, False
+        self.of: dict[int, Leaf] = {}
+        self.left_out: set[Any] = set()
+        self.calls: dict[int, tuple[LayerCall, dict[fx.Node, Any], Tensor]] = {}
+        self.refused: tuple[Leaf, str] | None = None
+        self._gone: list[Leaf] = []
+        self._functions: dict[type, LayerFunction] = {}
+        self._outer: Outer | None = None
+        self._twins: Twins | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def forget(self) -> None:
+        """Forget what was traced."""
+        self._functions.clear()
+        self.calls.clear()
+        self.off, self._state = False, ()
+
+    def give_up(self) -> None:
+        """Trace all layers with the model from now on."""
+        self.on, self._state = False, ()
+        if self._twins is not None:
+            self.renew(self._twins)
+
+    def renew(self, twins: Twins) -> None:
+        """Make leaves of the repeated layers that the twins have now."""
+        self._twins = twins
+        global_hooks = any(GLOBAL_HOOKS)
+        state = twins.news, self.on, self.off, len(self.left_out), global_hooks
+        if self._state and all(a is b or a == b for a, b in zip(state, self._state, strict=True)):
+            return
+        self._state = state
+        found: list[nn.Module] = []
+        if self.on and not (self.off or global_hooks):
+            found = [module for module in repeated([module for _, module in twins.named()]) if self._may_be(module)]
+        there = {id(module) for module in found}
+        for key, leaf in list(self.of.items()):
+            if key not in there:
+                del self.of[key]
+                if vars(leaf.twin).get("forward") is leaf.forward:
+                    twins.put_forward(leaf.twin, None)
+        for module in found:
+            if id(module) not in self.of:
+                self.of[id(module)] = leaf = self._leaf(module)
+                twins.put_forward(module, leaf.forward)
+
+    def _may_be(self, module: nn.Module) -> bool:
+        leaf = self.of.get(id(module))
+        assert self._twins is not None
+        own = vars(module).get("forward")
+        free = own is None or (leaf is not None and own is leaf.forward)
+        free = free and "forward" not in vars(self._twins.original(module))
+        return free and id(module) not in self.left_out and type(module) not in self.left_out
+
+    def _leaf(self, twin: nn.Module) -> Leaf:
+        own, layer_of = weakref.ref(self), weakref.ref(twin)
+
+        def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            layers, module = own(), layer_of()
+            assert module is not None
+            if layers is None or layers._outer is None:
+                return type(module).forward(module, *args, **kwargs)
+            return layers._made(layers.of[id(module)], args, kwargs)
+
+        op = torch.compiler.allow_in_graph(layer)  # type: ignore[no-untyped-call]
+        layer.fxpipe_layer = True  # type: ignore[attr-defined]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo
+            return op(args, kwargs)
+
+        # By its code Dynamo tells one layer from another, whatever list it takes it from.
+        code = forward.__code__.replace(co_name=f"forward_{next(numbers)}")
+        own_forward = FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+        return Leaf(twin, own_forward)
+
+    def leave_out(self, modules: tuple[int, ...] | None, why: str) -> bool:
+        """After a refusal in these modules: trace the layer that is the cause with the model, or all. Returns whether
+        there is another trace."""
+        refused, self.refused = self.refused, None
+        if refused is None and modules and modules[-1] in self.of:
+            refused = self.of[modules[-1]], why.split("\n", 1)[0]
+        if refused is None:
+            if not self.of:
+                return False
+            self.off = True
+            log.debug("all layers are traced with the model, to see whether it is one that cannot be: %s", why)
+        else:
+            leaf, reason = refused
+            assert self._twins is not None
+            kind, path = type(leaf.twin), self._path(leaf.twin)
+            again = any(id(other.twin) in self.left_out and type(other.twin) is kind for other in self._gone)
+            self.left_out.add(kind if again else id(leaf.twin))
+            self._gone.append(leaf)
+            log.debug("%s (%s) is traced with the model: %s", path, kind.__name__, reason)
+        assert self._twins is not None
+        self.renew(self._twins)
+        return True
+
+    def _path(self, twin: nn.Module) -> str:
+        assert self._twins is not None
+        return next((path for path, module in self._twins.named() if module is twin), "?")
+
+    # While the model is traced ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tracing(self, outer: Outer) -> Iterator[None]:
+        """A context in which the model is traced."""
+        before, self._outer, self.refused = self._outer, outer, None
+        self.calls.clear()
+        try:
+            yield
+        finally:
+            self._outer = before
+            self.calls.clear()
+
+    def placed(self, module: fx.GraphModule, mode: FakeTensorMode) -> Placed:
+        """The trace of the model, with its layers."""
+        assert self._twins is not None
+        return place_layers(module, self.calls, self._twins.of, mode)
+
+    def _made(self, leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the op of a leaf makes of fake tensors."""
+        try:
+            return self._known(leaf, args, kwargs)
+        except Exception as error:
+            self.refused = leaf, f"{error}" if isinstance(error, NoLeaf) else f"{type(error).__name__}: {error}"
+            raise RuntimeError("a layer is traced with the model") from None
+
+    def _known(self, leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer = self._outer
+        assert outer is not None
+        assert self._twins is not None
+        tx = InstructionTranslator.current_tx()
+        if modes() != outer.modes or tx.symbolic_torch_function_state.mode_stack:
+            self.off = True
+            raise NoLeaf("the model sets a mode of torch's around it")
+        changes, variables = changed(tx.output.side_effects), outer.contexts.set_in(tx.output)
+        fakes: list[Any] = list({id(fake): fake for fake in tensors_of((args, kwargs))}.values())
+        if not fakes:
+            raise NoLeaf("it is given no tensor")
+        with self._alone(outer), _disable_current_modes(), no_python_dispatcher():
+            hollows = {id(fake): hollow_like(fake, marked=True) for fake in fakes}
+            given = tuple(hollows.values())
+            hollow_args, hollow_kwargs = (_in_place(value, hollows) for value in (args, kwargs))
+            call = self._function(type(leaf.twin)).call(leaf.twin, hollow_args, hollow_kwargs, given)
+        trace = call.trace
+        if changes and not (trace.objects | leads_to(leaf.twin)).isdisjoint(changes):
+            raise NoLeaf("it reads what the model has changed before")
+        if not trace.variables.isdisjoint(variables):
+            raise NoLeaf("it reads a context variable that the model has set")
+        self._check(call, outer)
+        key = tuple(map(_kind, fakes)), torch.is_grad_enabled()
+        known = trace.known_in(fakes[0].fake_mode)
+        values = known.get(key)
+        first = values is None
+        if values is None:
+            with Effects() as effects:
+                values = run_layer(call, fakes, self._twins.of)
+            if not set(effects.written).isdisjoint(memory(fakes)):
+                raise NoLeaf("it writes into what it is given")
+            known[key] = values
+        made = [values[node] if first else _like(values[node]) for node in call.trace.outputs]
+        self.calls[id(made[0])] = call, values, made[0]
+        made += fakes
+
+        def build(result: Any) -> Any:
+            return tuple(map(build, result)) if isinstance(result, tuple) else None if result is None else made[result]
+
+        return build(call.trace.result)
+
+    @contextmanager
+    def _alone(self, outer: Outer) -> Iterator[None]:
+        """A context in which what the model's trace has seen is laid aside, while a layer is traced."""
+        contexts, mode = outer.contexts, outer.grad_mode
+        before, asked = (contexts.output, contexts.values), mode.asked
+        contexts.output, contexts.values = None, {}
+        mode.asked, mode.inside = "", True
+        try:
+            with outer.flags.inner() if outer.flags is not None else _nothing():
+                yield
+        finally:
+            contexts.output, contexts.values = before
+            mode.asked, mode.inside = asked, False
+
+    def _function(self, kind: type) -> LayerFunction:
+        if kind not in self._functions:
+            self._functions[kind] = LayerFunction(str(next(numbers)), self._note)
+        return self._functions[kind]
+
+    def _note(self, trace: LayerTrace) -> None:
+        """A layer has been traced, and its guards are not made yet."""
+        outer = self._outer
+        assert outer is not None
+        effects = outer.effects.pop() if outer.effects else PythonEffects()
+        if not effects.none:
+            raise NoLeaf("it changes more than tensors")
+        trace.objects, trace.variables = effects.reached, frozenset(outer.contexts.values)
+        if outer.contexts.left:
+            raise NoLeaf("it sets a context variable")
+        trace.asked, trace.floats = outer.grad_mode.asked, tuple(outer.floats)
+        if outer.flags is not None:
+            shared, modules = outer.flags.settle(trace.module.graph)
+            trace.one_mode = bool(modules) and not shared
+            if any(node.target is training_flag for node in trace.module.graph.nodes):
+                if not all(key in trace.paths for key in modules):
+                    raise NoLeaf("it asks another module for its mode")
+                trace.flagged = tuple(trace.paths[key] for key in modules)
+
+    def _check(self, call: LayerCall, outer: Outer) -> None:
+        """What the trace of a layer says of that of the model, and of this layer. Raises NoLeaf."""
+        trace, twins = call.trace, self._twins
+        assert twins is not None
+        if twins.reached(trace.reached()):
+            raise NoLeaf("it reaches modules by other ways than the model")
+        if any(isinstance(x, Tensor) and not (id(x) in twins.of or _is_one(x, call.given)) for x in call.taken):
+            raise NoLeaf("it reads a tensor that is no parameter or buffer")
+        outer.grad_mode.asked = outer.grad_mode.asked or trace.asked
+        outer.floats.extend(trace.floats)
+        if outer.flags is not None:
+            flagged = [call.layer.get_submodule(path) for path in trace.flagged]
+            if not outer.flags.take(trace.one_mode, flagged):
+                raise NoLeaf("a part of it is not in the mode of the model")
+
+
+def modes() -> tuple[Any, ...]:
+    """The modes of torch in which ops run."""
+    devices = "cpu", "cuda"
+    return (
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        tuple((torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in devices),
+        (torch.is_autocast_cache_enabled(), torch.are_deterministic_algorithms_enabled()),
+    )
+
+
+def leads_to(layer: nn.Module) -> set[int]:
+    """The ids of the objects that the layer holds."""
+    seen: dict[int, Any] = {}
+    todo: list[tuple[Any, int]] = [(module, 0) for module in layer.modules()]
+    while todo:
+        value, depth = todo.pop()
+        if id(value) not in seen and not isinstance(value, (Tensor, *LITERALS)):
+            seen[id(value)] = value
+            inside = [*value] if isinstance(value, (list, tuple, set)) else [*getattr(value, "__dict__", {}).values()]
+            inside += [*value.values()] if isinstance(value, dict) else []
+            todo += [(one, depth + 1) for one in inside] if depth < 4 and not isinstance(value, type) else []
+    return set(seen)
+
+
+def _is_one(tensor: Tensor, of: tuple[Tensor, ...]) -> bool:
+    return any(tensor is one for one in of)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _in_place(value: Any, hollows: dict[int, Tensor]) -> Any:
+    """An argument with stand-ins in place of its tensors. Raises NoLeaf."""
+    if isinstance(value, Tensor):
+        return hollows[id(value)]
+    if type(value) is tuple:
+        return tuple(_in_place(item, hollows) for item in value)
+    if type(value) in (list, immutable_list):  # as torch.fx has them
+        return [_in_place(item, hollows) for item in value]
+    if type(value) in (dict, immutable_dict):
+        return {key: _in_place(item, hollows) for key, item in value.items()}
+    if value is None or type(value) in (bool, int, float, str, torch.dtype, torch.device):
+        return value
+    raise NoLeaf(f"it is given a {type(value).__name__}")
+
+
+def _kind(fake: Any) -> Any:
+    numbers = (*fake.shape, *fake.stride(), fake.storage_offset())
+    said = tuple(n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers)
+    return fake.dim(), said, fake.dtype, fake.device, fake.requires_grad
+
+
+def _like(value: Any) -> Tensor:
+    """Another fake tensor of the same kind, which an op has made."""
+    with torch.enable_grad():
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return made.requires_grad_().clone() if value.requires_grad else made

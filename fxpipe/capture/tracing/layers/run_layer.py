@@ -1,0 +1,89 @@
+"""Runs the graph of a layer on fake tensors of the model's trace: what it makes there, and what it asks of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
+
+from fxpipe.capture.capture_errors import line_of
+from fxpipe.capture.tracing.effects.observed_writes import as_fake
+from fxpipe.capture.tracing.patches.training_flags import training_flag
+from fxpipe.ir.operators.training_mode import either
+
+from .layer_trace import LayerCall, NoLeaf
+
+
+def run_layer(call: LayerCall, fakes: Sequence[Tensor], slots: Mapping[int, Any]) -> dict[fx.Node, Any]:
+    """The values of all nodes. `fakes`: the arguments in the model's trace. Raises NoLeaf."""
+    trace = call.trace
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    places = {id(tensor): place for place, tensor in enumerate(call.given)}
+    env: dict[fx.Node, Any] = {}
+    nodes = trace.placeholders
+    for node, tensor in zip(nodes, call.taken, strict=True):
+        if isinstance(tensor, Tensor):
+            known = id(tensor) in places
+            env[node] = fakes[places[id(tensor)]] if known else mode.from_tensor(tensor, static_shapes=True)
+    for node, (place, dim) in trace.sizes.items():
+        env[node] = env[nodes[place]].shape[dim]
+    _ask(trace, [env[node] for node in nodes], nodes, mode)
+    grad = torch.is_grad_enabled()
+    try:
+        for node in trace.module.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                env[node] = _run(node, env)
+    finally:
+        torch._C._set_grad_enabled(grad)
+    return env
+
+
+def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    if node.target in (training_flag, either):
+        return node.meta["example_value"]
+    if (frame := line_of(node)) is not None:
+        TracingContext.set_current_loc(frame.file, frame.line, "forward")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return as_fake(node.target(*args, **kwargs))
+
+
+def _ask(trace: Any, values: Sequence[Any], nodes: Sequence[fx.Node], mode: FakeTensorMode) -> None:
+    """Put what the layer's Python asks of sizes into the guards of the model's trace; its ops ask again."""
+    asked = [guard for guard in trace.guards if "_dynamo" in _asking(guard)]
+    if not asked:
+        return
+    env: Any = mode.shape_env
+    of: dict[Any, Any] = {}
+    for node, value in zip(nodes, values, strict=True):
+        if isinstance(value, Tensor):
+            for inner, size in zip(node.meta["example_value"].shape, value.shape, strict=True):
+                if isinstance(inner, torch.SymInt):
+                    of.setdefault(inner.node._expr, size)
+                    of.setdefault(inner.node.expr, size)
+    for guard in asked:
+        if not of.keys() >= guard.expr.free_symbols:
+            raise NoLeaf("it asks for a size that is none of its arguments'")
+        sizes = {s: of[s].node.expr if isinstance(of[s], torch.SymInt) else of[s] for s in guard.expr.free_symbols}
+        expression = guard.expr.xreplace(sizes)
+        if expression.is_Boolean and not expression.free_symbols:
+            if not expression:
+                raise NoLeaf("what it asks of sizes is not so in the model")
+            continue
+        count = len(env.guards)
+        if not SymNode(expression, env, bool, None).guard_bool("", 0):
+            raise NoLeaf("what it asks of sizes is not so in the model")
+        if len(env.guards) > count:  # with the line of the layer that asks
+            env.guards[-1] = env.guards[-1]._replace(sloc=guard.sloc)
+
+
+def _asking(guard: Any) -> str:
+    frame = guard.sloc.framework_loc
+    return str(getattr(frame, "filename", frame))
