@@ -163,7 +163,8 @@ class LayerFunction:
             if entry is not None:
                 result = FunctionType(entry.code, self.function.__globals__)(layer, args, kwargs)
             else:
-                result = self.compiled(layer, args, kwargs)
+                with torch._dynamo.config.patch(force_compile_during_fx_trace=True):  # while the model is traced
+                    result = self.compiled(layer, args, kwargs)
                 entry = self._entry(named)
             if entry is None or len(self._seen) != 1:
                 raise NoLeaf("no call of it is like another")
