@@ -79,7 +79,6 @@ class CallCapture:
       it returns the result.
     - `whole`: whether it does so even if only the loss is wanted, for later calls. Ends where that cannot be done.
     - `transforms`: the user's functions that change what was traced.
-    - `by_layers`: whether repeated layers are traced alone, each kind once; else the model is traced at once.
     - `dynamic`, `both_modes`: as in `Arguments` and `TrainingFlags`; what can only be captured without, is.
     """
 
@@ -97,7 +96,6 @@ class CallCapture:
         dynamic: bool = False,
         both_modes: bool = False,
         whole: bool = False,
-        by_layers: bool = True,
     ) -> None:
         self.model = model
         self.reduce = reduce
@@ -107,7 +105,7 @@ class CallCapture:
         self.arguments = Arguments(model, batch_dim, sizes, dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
-        self.layers = Layers(by_layers)
+        self.layers = Layers()
         self.flags = TrainingFlags(both_modes)
         self.grad_mode = GradientMode()
         self._another_way = partial(another_way, self.pieces, function, self.grad_mode)

@@ -73,8 +73,8 @@ class Layers:
       of its arguments; and that tensor.
     """
 
-    def __init__(self, on: bool = True) -> None:
-        self.on, self.off = on, False
+    def __init__(self) -> None:
+        self.on, self.off = True, False
         self.of: dict[int, Leaf] = {}
         self.left_out: set[Any] = set()
         self.calls: dict[int, tuple[LayerCall, dict[fx.Node, Any], Tensor]] = {}

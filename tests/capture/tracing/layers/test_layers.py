@@ -104,7 +104,9 @@ class Counted:
 
 def each_traced(model: nn.Module, *args: Any) -> Graph:
     """The graph in which each layer was traced."""
-    return CallCapture(model, by_layers=False).capture(args or (X,), {})
+    capture = CallCapture(model)
+    capture.layers.give_up()
+    return capture.capture(args or (X,), {})
 
 
 def said(graph: Graph) -> list[Any]:
