@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe.api.search import operators_of
 from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.planning.operators.expert_strategies import scattered
+from tests.helpers.marks import slow_in_turn
 from tests.helpers.transparency import build, inputs
 from tests.pipe.build.test_apply_strategy import CASES
 from tests.whole.test_tensor_parallel import loss, planned
@@ -58,7 +59,7 @@ def test_random_strategies(name: str, seed: int) -> None:
                 torch.testing.assert_close(mine.cpu(), own, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["long skip", "tied transformer", "batch norm"])
+@pytest.mark.parametrize("name", slow_in_turn(["long skip", "tied transformer", "batch norm"], 3))
 @on_device
 def test_compiled_stages(name: str) -> None:
     """By a backend that compiles the graphs of autograd, and runs their ops as they are. In calls, the compiled

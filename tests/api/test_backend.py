@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 
 from fxpipe import backend as door
 from fxpipe.errors import PlanError
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 
@@ -82,7 +83,7 @@ def cases() -> list[Any]:
     ]
     found += [(name, 1, (None, True)[index % 8 == 4]) for index, name in enumerate(names) if index % 4 == 0]
     found += sorted(QUICK - {*found}, key=str)
-    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in found]
+    return mostly_slow(found, QUICK.__contains__, every=3)
 
 
 @pytest.mark.parametrize(("name", "chunks", "dynamic"), cases())

@@ -17,7 +17,7 @@ SMALL = {
 INTERLEAVED, UNEVEN = SETTINGS[5], SETTINGS[7]
 
 
-@pytest.mark.parametrize("model", mostly_slow(SMALL, lambda model: model == "mlp"))
+@pytest.mark.parametrize("model", mostly_slow(SMALL, lambda model: model == "mlp", every=3))
 def test_rehearsals_and_steps_of_every_model(model: str) -> None:
     assert set(SMALL) == set(simulator_accuracy.cases())
     results = trials(SMALL[model](), (INTERLEAVED, UNEVEN), rounds=2)

@@ -144,7 +144,7 @@ def test_a_short_campaign(tmp_path: Path) -> None:
     assert len(found) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_campaign(tmp_path: Path) -> None:
     """All kinds of pipes, ranks among them; what fails is in the folder that the message names."""
     tally = campaign(7, 1, tmp_path, iter(range(20)))

@@ -97,7 +97,9 @@ def test_with_all_of_them(way: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    mostly_slow([what for what in EVERY if what not in OF_RANKS], lambda what: what in REFUSED or EVERY[what].needed),
+    mostly_slow(
+        [what for what in EVERY if what not in OF_RANKS], lambda what: what in REFUSED or EVERY[what].needed, 3
+    ),
 )
 def test_without_one(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = EVERY[what]

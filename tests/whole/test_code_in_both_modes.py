@@ -19,7 +19,7 @@ from fxpipe.capture import NO_TARGET, StepCapture
 from fxpipe.capture.tracing.patches.training_flags import KNOWN
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.pipe.build import build_cache
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS, Case, sequences
 from tests.helpers.transparency import assert_same, build, finish, inputs, plain
 from tests.whole.test_both_modes import ORDERS, SHARED, SPECIFIC, X, captures, check
@@ -84,8 +84,7 @@ def test_the_graph_of_a_step_is_that_of_its_mode(name: str) -> None:
     assert found[0].ops is found[2].ops
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*BY_FLAG, "random draws", *BY_MODE])
+@pytest.mark.parametrize("name", slow_in_turn([*BY_FLAG, "random draws", *BY_MODE], 3))
 def test_the_graphs_of_the_table_are_those_of_their_mode(name: str) -> None:
     case, found = MODELS[name], list[Graph]()
     for both in (True, False):

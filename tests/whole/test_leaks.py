@@ -144,7 +144,7 @@ def test_steps_leave_nothing(name: str) -> None:
     pipe.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEMOS)
 def test_hundreds_of_steps_leave_nothing(name: str) -> None:
     make, x, y, loss = DEMOS[name]

@@ -30,7 +30,7 @@ from fxpipe.pipe.build.apply_strategy import Sharding
 from fxpipe.pipe.options.compile_options import device_labels
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.operators.expert_strategies import data_parallel, krizhevsky, scattered
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import Case, Inputs
 from tests.helpers.small_strategies import SMALL
 from tests.helpers.transparency import build, inputs
@@ -176,8 +176,7 @@ def test_random_strategies_are_exact(name: str) -> None:
     check_many(name, range(FIRST[name]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", slow_in_turn(COUNTS, 3))
 def test_more_random_strategies_are_exact(name: str) -> None:
     check_many(name, range(FIRST.get(name, 0), COUNTS[name]))
 

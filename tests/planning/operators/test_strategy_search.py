@@ -18,8 +18,7 @@ from tests.helpers.marks import slow_in_turn
 from tests.helpers.operator_graphs import branches, cluster, lenet, perceptron, rnnlm
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_in_turn(METHODS, 2))
 def test_the_optimum_of_a_small_space(method):
     graph, machine = perceptron(), cluster(4, bandwidth=1e8)
     best = best_of_all(graph, machine, estimated(launch=1e-7))

@@ -36,9 +36,9 @@ def test_an_error_in_any_action_of_replicas(pool: Pool) -> None:
         pytest.param("stop", "1F2", None, (), marks=pytest.mark.slow),
         ("kill", "0B1", (2, 1), (0, 1, 2)),
         pytest.param("kill", "0B1", (2, 1), (), marks=pytest.mark.slow),
-        pytest.param("kill", "1F2", None, (0, 1, 2), marks=pytest.mark.slow),
+        pytest.param("kill", "1F2", None, (0, 1, 2), marks=pytest.mark.long),
         pytest.param("stop", "1F2", None, (0, 1, 2), marks=pytest.mark.slow),
-        pytest.param("stop", "1F2", None, (2,), marks=pytest.mark.slow),
+        pytest.param("stop", "1F2", None, (2,), marks=pytest.mark.long),
     ],
 )
 def test_a_rank_is_lost(end: str, action: str, replicas: tuple[int, ...] | None, far: tuple[int, ...]) -> None:

@@ -67,7 +67,7 @@ def hosts() -> None:
         pytest.skip(f"this machine lets nobody make two hosts: {tried.stdout}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("hosts")
 def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
     """They train as the plain model does. One is killed, on east; torchrun starts all of them again, on both hosts, and

@@ -146,7 +146,7 @@ def random_faults(count: int) -> Iterator[Fault]:
         yield Fault(kind, draw.randrange(SIZE), *moment, far=draw.random() < 0.4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_at_random_moments(tmp_path: Path) -> None:
     """One store for all of them, as torchrun's agent keeps it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

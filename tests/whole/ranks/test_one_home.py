@@ -36,7 +36,7 @@ def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:
 
 
 SAMPLE = [(PAIR, 0, 4), (THREE, 0, 2), (ALL, 0, 1)]
-MORE = [(PAIR, 4, 20), (THREE, 2, 8), (ALL, 1, 8)]
+MORE = [(PAIR, 4, 6), (THREE, 2, 2), (ALL, 1, 2)]
 
 
 def play(pool: Pool, ranks: tuple[int, ...], first: int, count: int) -> None:

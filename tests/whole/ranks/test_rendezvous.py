@@ -50,8 +50,7 @@ def test_all_schedules(pool: Pool, index: int, schedule: str, count: int) -> Non
     pool.run(rendezvous.is_the_model, mode, name, schedule, CHECKPOINTS[at % len(CHECKPOINTS)], None, ranks=over(count))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_in_turn(MODES, 2))
 @pytest.mark.parametrize(("index", "schedule"), list(enumerate(NAMES)), ids=NAMES)
 def test_replicas(pool: Pool, index: int, schedule: str, mode: str) -> None:
     replicas = REPLICAS[(index + MODES.index(mode)) % len(REPLICAS)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.marks import slow_in_turn
 from tests.helpers.rendezvous_group import EAGER, LAZY
 from tests.whole.ranks import tensor_parallel
 from tests.whole.ranks.pool import Pool, RankFailed
@@ -34,8 +35,7 @@ def test_two_ranks_share_each_op(pool: Pool) -> None:
     pool.run(tensor_parallel.plan_is_the_model, "mlp", "a stage of two", ranks=(0, 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "how", "mode"), PLANS)
+@pytest.mark.parametrize(("name", "how", "mode"), slow_in_turn(PLANS, 3))
 def test_plans(pool: Pool, name: str, how: str, mode: str) -> None:
     pool.run(tensor_parallel.plan_is_the_model, name, how, mode)
 

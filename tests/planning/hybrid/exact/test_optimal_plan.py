@@ -360,7 +360,7 @@ def test_48_layers_on_16_devices(count, each):
     assert found.certificate.proven
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_100_layers_on_1024_devices():
     chain = random_chain(random.Random(0), 100)
     found = ask(chain, servers(128, 8, 1e11, 1.2e10, 5e-6), 8 * 64, micro_batches=64, warmup="late", seconds=50)
