@@ -44,7 +44,8 @@ def families() -> dict[str, Callable[[int], nn.Module]]:
 
     encoder = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "use_cache")}
     image = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    t5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "use_cache": False}
+    t5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "use_cache": False,
+          "decoder_start_token_id": 0}  # fmt: skip
     gpt2 = {"vocab_size": WORDS, "n_embd": 32, "n_head": 4, "n_positions": 64, "use_cache": False}
     return {
         "llama": lambda n: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_hidden_layers=n)),
