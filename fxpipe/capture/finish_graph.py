@@ -16,7 +16,7 @@ from fxpipe.capture.batch.batch_totals import spread
 from fxpipe.capture.batch.join_outputs import check_shapes, with_outputs
 from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.capture.tracing.storageless_tensors import dense, without_memory
+from fxpipe.capture.tracing.storageless_tensors import dense, like_traced
 from fxpipe.capture.tracing.symbolic_sizes import type_of
 from fxpipe.capture.tracing.value_names import Names
 from fxpipe.capture.twins.twin import Slot
@@ -112,15 +112,8 @@ def stand_ins(draft: Draft) -> tuple[Any, ...]:
 
 def _stand_in(fake: Any) -> Any:
     if isinstance(fake, Tensor):
-        sizes, strides = ([_hint(n) for n in numbers] for numbers in (fake.shape, fake.stride()))
-        return without_memory(sizes, strides, fake.dtype, fake.device)
+        return like_traced(fake)
     return Marker() if isinstance(fake, (int, float, torch.SymInt, torch.SymFloat)) else fake
-
-
-def _hint(size: Any) -> int:
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else 1
-    return int(size)
 
 
 def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...], training: bool) -> tuple[Any, ...]:

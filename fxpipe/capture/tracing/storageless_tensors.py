@@ -48,6 +48,19 @@ def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     return made
 
 
+def like_traced(fake: Tensor) -> Tensor:
+    """A tensor without memory like a fake one: a size that varies is that of the traced call, one that depends on data
+    is 1."""
+    sizes, strides = ([_hint(number) for number in numbers] for numbers in (fake.shape, fake.stride()))
+    return without_memory(sizes, strides, fake.dtype, fake.device)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return size
+
+
 def dense(real: Tensor) -> Tensor:
     """The tensor itself if its elements lie without gaps, in any order of dimensions; else a copy without gaps, or a
     view, if only the stride of a dimension of size one tells of gaps. Those, as in `x[:, :-1]`, would become numbers in

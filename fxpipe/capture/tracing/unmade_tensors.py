@@ -33,9 +33,14 @@ class Kind:
 
     def like(self) -> Tensor:
         """A tensor in memory of its own, with these sizes, strides and gradient."""
-        with torch.enable_grad():
-            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-            return made.requires_grad_().clone() if self.requires_grad else made
+        return made_by_op(self.shape, self.stride, self.dtype, self.device, self.requires_grad)
+
+
+def made_by_op(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
+    """A tensor in memory of its own, as an op makes it: no leaf, if it has a gradient."""
+    with torch.enable_grad():
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return made.requires_grad_().clone() if requires_grad else made
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.capture.tracing.effects.recorded_runs import RAN
-from fxpipe.capture.tracing.storageless_tensors import without_memory
+from fxpipe.capture.tracing.storageless_tensors import like_traced
 
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
 
@@ -206,6 +206,13 @@ def pattern(result: Any, numbers: dict[int, int], count: int) -> Pattern:
     return found
 
 
+def filled(made_of: Pattern, items: Sequence[Any]) -> Any:
+    """The pattern with items in place of their numbers."""
+    if isinstance(made_of, tuple):
+        return tuple(filled(part, items) for part in made_of)
+    return None if made_of is None else items[made_of]
+
+
 def tensors_of(nest: Any) -> Iterator[Any]:
     """The tensors, or nodes, in arguments, in order."""
     if isinstance(nest, (Tensor, fx.Node)):
@@ -223,8 +230,7 @@ def hollow_like(fake: Any, marked: bool = False) -> Tensor:
         raise NoLeaf(f"it takes or gives a {type(fake).__name__} that is no plain tensor")
     if free_unbacked_symbols(fake):
         raise NoLeaf("it takes or gives a size that depends on data")
-    sizes, strides = ([int(hint(n)) for n in numbers] for numbers in (fake.shape, fake.stride()))
-    made = without_memory(sizes, strides, fake.dtype, fake.device)
+    made = like_traced(fake)
     if made.dim() == 0:
         made.zero_()  # Dynamo remembers the item of a 0-dim tensor
     made.requires_grad_(fake.requires_grad)
@@ -232,10 +238,6 @@ def hollow_like(fake: Any, marked: bool = False) -> Tensor:
         if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
             torch._dynamo.maybe_mark_dynamic(made, dim)
     return made
-
-
-def hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _is_fake(node: fx.Node) -> bool:

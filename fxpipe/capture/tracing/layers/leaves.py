@@ -31,9 +31,10 @@ from fxpipe.capture.tracing.effects.python_effects import PythonEffects, changed
 from fxpipe.capture.tracing.patches.context_variables import Contexts
 from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.training_flags import TrainingFlags, training_flag
+from fxpipe.capture.tracing.unmade_tensors import made_by_op
 from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
 
-from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, hollow_like, tensors_of
+from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like, tensors_of
 from .place_layers import Placed, place_layers
 from .repeated import repeated
 from .run_layer import run_layer
@@ -236,12 +237,7 @@ class Layers:
             known[key] = values
         made = [values[node] if first else _like(values[node]) for node in call.trace.outputs]
         self.calls[id(made[0])] = call, values, made[0]
-        made += fakes
-
-        def build(result: Any) -> Any:
-            return tuple(map(build, result)) if isinstance(result, tuple) else None if result is None else made[result]
-
-        return build(call.trace.result)
+        return filled(call.trace.result, [*made, *fakes])
 
     @contextmanager
     def _alone(self, outer: Outer) -> Iterator[None]:
@@ -353,6 +349,4 @@ def _kind(fake: Any) -> Any:
 
 def _like(value: Any) -> Tensor:
     """Another fake tensor of the same kind, which an op has made."""
-    with torch.enable_grad():
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return made.requires_grad_().clone() if value.requires_grad else made
+    return made_by_op(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)

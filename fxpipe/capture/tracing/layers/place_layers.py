@@ -18,7 +18,7 @@ from torch.fx import _lazy_graph_module
 from fxpipe.capture.tracing.unmade_tensors import MADE
 from fxpipe.capture.twins.twin import Slot
 
-from .layer_trace import LayerCall, tensors_of
+from .layer_trace import LayerCall, filled, tensors_of
 
 Flat = tuple[Any, ...]
 Calls = Mapping[int, tuple[LayerCall, dict[fx.Node, Any], Tensor]]
@@ -58,7 +58,7 @@ def place_layers(module: fx.GraphModule, calls: Calls, slots: Mapping[int, Slot]
     if not any(map(is_leaf, nodes)):
         count = sum(node.op == "placeholder" for node in nodes)
         return Placed(module, tuple(range(count)))
-    made = _Placed(nodes, calls, slots, mode)
+    made = _Placing(nodes, calls, slots, mode)
     # Its code is written when it runs, and in most captures it never does.
     kind = getattr(_lazy_graph_module, "_LazyGraphModule", fx.GraphModule)
     placed = kind(module, made.graph)
@@ -82,8 +82,8 @@ class _Names:
         return missing
 
 
-class _Placed:
-    """A graph with the layers in it.
+class _Placing:
+    """The graph with the layers, while it is made.
 
     - `of`: its node for each of the trace's; `held`: its placeholders by the id of their tensor.
     - `sizes`: its sizes, by their expressions.
@@ -97,7 +97,6 @@ class _Placed:
         self.places: list[int | Slot] = []
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[fx.Node, Any] = {}
-        self.calls: list[LayerCall] = []
         self.names = _Names()
         self.first: dict[tuple[int, int], fx.Node] = {}  # placeholders of the first layer of a kind
         call_of = {node: _call_of(node, calls) for node in nodes if is_leaf(node)}
@@ -197,14 +196,7 @@ class _Placed:
             meta["stack_trace"] = (mark.stack_trace or "") + (node.stack_trace or "")
             here[node] = self._made(node, here.__getitem__, meta, names)
             self._note_size(here[node])
-        outputs = [*(here[node] for node in trace.outputs), *nodes]
-
-        def build(result: Any) -> Any:
-            if isinstance(result, tuple):
-                return tuple(map(build, result))
-            return None if result is None else outputs[result]
-
-        self.results[mark] = build(trace.result)
+        self.results[mark] = filled(trace.result, [*(here[node] for node in trace.outputs), *nodes])
         self._named(mark)
 
     def _part(self, node: fx.Node) -> None:
