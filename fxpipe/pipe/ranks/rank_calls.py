@@ -3,12 +3,15 @@
     rank 0, the leader                         every other rank
     call(given)                                call(given); left-out arguments have the shapes of the leader's last call
       │                                          │
-      ├─ header: kind, seed, new shapes ────────▶├─ other shapes than in the last call? repeat the call with these
+      ├─ announcement, if shapes are new ───────▶├─ repeat the call with these
+      │  finds or captures the call's graph      │  finds or captures the call's graph
+      ├─ header: kind, seed ────────────────────▶│
       ▼                                          ▼
     its part of the work, the consensus        its part of the work, the consensus
 
-If the leader fails before it has sent the header of a call, it sends the error instead. If another rank fails before
-its part of the work, it still takes part in the call, and reports the error in the consensus.
+Because of the announcement, all ranks capture at the same time. If the leader fails before it has sent the header of a
+call, it sends the error instead. If another rank fails before its part of the work, it still takes part in the call,
+and reports the error in the consensus.
 
 Collecting values (`gather`), as in a checkpoint, begins with a header, too. So ranks that are in different calls, as
 with `if rank == 0: save_checkpoint(...)`, hear of it at once: the header tells which call the leader is in, and the
@@ -51,7 +54,7 @@ class Outdated(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What the leader sends before each call.
+    """What the leader sends before each call. With `given`, it is an announcement, which the header itself follows.
 
     - `kind`: the number of the kind of call, in the order of first calls, or NEW.
     - `seed`: of the random ops.
@@ -128,14 +131,14 @@ class RankCalls:
             answers = [(name, value), *(pickle.loads(world.hear(peer)) for peer in world.others)]
             world.share(answers)
             return values_of(answers)
-        header: Header = pickle.loads(world.hear(LEADER))
+        header = self._read()
+        if header.given is not None:
+            header = self._read()
         if header.gathers:
             return self._answer(value)
         self.header = header
         if header.failed is not None:
             raise RankError(f"rank {LEADER}, in {header.call}: {header.failed}")
-        if header.given is not None:
-            self.signatures = pickle.loads(header.given)
         self.joined = False
         error = self._elsewhere(header)
         refuse(header, self.signatures, error)
@@ -178,10 +181,9 @@ class RankCalls:
 
     def tell(self, kind: int = NEW, seed: int = 0, runs: bool = True) -> Header:
         """On the leader: send the header with what is known so far. For a new kind, a second header follows later."""
-        header = replace(self.header, kind=kind, seed=seed, runs=runs)
-        self.header, self.joined = replace(header, given=None), True
-        self.world.tell(*self.world.others, data=pickle.dumps(header))
-        return header
+        self.header, self.joined = replace(self.header, kind=kind, seed=seed, runs=runs), True
+        self.world.tell(*self.world.others, data=pickle.dumps(self.header))
+        return self.header
 
     def heard(self) -> Header:
         """The leader's header. Raises Outdated if its arguments have other shapes than in the last call."""
@@ -207,13 +209,15 @@ class RankCalls:
         return header
 
     def _lead(self, call: Call, given: Given) -> Any:
-        self.header = Header(given=self._news(given), target=self.target, call=self.name)
+        self.header, news = Header(target=self.target, call=self.name), self._news(given)
         try:
+            if news is not None:
+                self.world.tell(*self.world.others, data=pickle.dumps(replace(self.header, given=news)))
             return call(given)
         except BaseException as error:
             if not self.joined:  # no header was sent yet
                 self.told = self.seen = None
-                failed = pickle.dumps(replace(self.header, given=None, failed=describe(error)))
+                failed = pickle.dumps(replace(self.header, failed=describe(error)))
                 self.world.tell(*self.world.others, data=failed)
             raise
 
@@ -228,33 +232,35 @@ class RankCalls:
 
     def _follow(self, call: Call, given: Given, refuse: Refuse) -> Any:
         """Make the call on a rank that is not the leader. If this rank's arguments have the shapes of the last call, it
-        begins at once with the leader's shapes of the last call, and the header is received later. If the header says
-        that the leader's shapes have changed, the call is repeated with the new ones."""
+        begins at once with the leader's shapes of the last call, and the header is received later. If an announcement
+        says that the leader's shapes have changed, the call is repeated with the new ones."""
         before, self.seen = self.seen, glance(given)
         self.waits = True
         if self.seen is None or self.seen != before:
             self.world.allowance = COMPILING  # the leader may be
-            self._listen()
-            self.world.allowance = timedelta(0)
+            if self._listen().given is None:
+                self.world.allowance = timedelta(0)
         while True:
-            signatures = self.signatures
             try:
-                whole = filled(signatures, given)
-                check_same(whole, signatures, self.world.rank)
+                whole = filled(self.signatures, given)
+                check_same(whole, self.signatures, self.world.rank)
                 return call(whole)
             except Outdated:
                 continue
             except BaseException as error:
                 if self.waits and self._listen().given is not None:
-                    continue
+                    if isinstance(error, Exception):  # perhaps because of the old shapes
+                        continue
+                    self._listen()
                 if self.header.failed is None and not self.joined:
-                    refuse(self.header, signatures, error)
+                    refuse(self.header, self.signatures, error)
                 raise
 
     def _listen(self) -> Header:
-        """The leader's next header. Raises RankError if it makes no call."""
+        """The leader's next header or announcement. Raises RankError if it makes no call."""
         self.waits, self.header = False, UNHEARD
-        header: Header = pickle.loads(self.world.hear(LEADER))
+        header = self._read()
+        self.waits = header.given is not None
         if header.gathers:  # this rank is in another call; its answer says so
             self._answer()
         self.header = header
@@ -262,8 +268,13 @@ class RankCalls:
             raise RankError(
                 f"rank {LEADER}: {header.failed}" + f"\n{self._alone()}" * (self.target and not header.target)
             )
+        return header
+
+    def _read(self) -> Header:
+        header: Header = pickle.loads(self.world.hear(LEADER))
         if header.given is not None:
             self.signatures = pickle.loads(header.given)
+            self.world.allowance = COMPILING  # until the call has ended: the leader captures, perhaps
         return header
 
     def _alone(self) -> str:

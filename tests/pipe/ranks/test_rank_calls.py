@@ -20,8 +20,10 @@ class World:
 
     def __init__(self, rank: int, said: deque[bytes]) -> None:
         self.rank, self.leads, self.said, self.others = rank, rank == 0, said, (1 - rank,)
+        self.told = 0  # announcements of new shapes
 
     def tell(self, *_: int, data: bytes) -> None:
+        self.told += pickle.loads(data).given is not None
         self.said.append(data)
 
     def hear(self, peer: int) -> bytes:
@@ -29,19 +31,18 @@ class World:
 
 
 class Two:
-    """Two ranks; `tried` has the shapes with which the second one goes ahead, `refused` why it fails."""
+    """Two ranks; `tried` has the shapes with which the second one goes ahead, `refused` why it fails, `told` how many
+    announcements the leader had made when each of its calls began."""
 
     def __init__(self) -> None:
         self.said: deque[bytes] = deque()
         self.ranks = [RankCalls(World(rank, self.said)) for rank in range(2)]
         self.tried: list[list[int]] = []
         self.refused: list[str] = []
-        self.header = Header()
+        self.told: list[int] = []
 
     def lead(self, given: Given, kind: int = 0) -> Any:
-        found = self.ranks[0].make(lambda given: self.take(0, given, kind), given, self.refuse)
-        self.header = pickle.loads(self.said[-1])
-        return found
+        return self.ranks[0].make(lambda given: self.take(0, given, kind), given, self.refuse)
 
     def follow(self, given: Given, kind: int = 0) -> Any:
         def call(given: Given) -> Any:
@@ -51,6 +52,8 @@ class Two:
         return self.ranks[1].make(call, given, self.refuse)
 
     def take(self, rank: int, given: Given, kind: int) -> Any:
+        if rank == 0:
+            self.told.append(self.ranks[0].world.told)
         if given[1]:
             raise ValueError("not this one")
         scheduler = SimpleNamespace(random=False, run=lambda batch, chunks, scale, seed, given: (batch, chunks, seed))
@@ -69,14 +72,12 @@ NOTHING: Given = (), {}, None
 
 def test_looks_are_told_where_they_are_new() -> None:
     two = Two()
-    told = []
     for rows in (8, 8, 6, 8):
         (x,), chunks, seed = two.lead(batch(rows))
-        told.append(two.header.given is not None)
         assert (list(x.shape), chunks, seed) == ([rows, 2], 4, 0)
         (x,), *_ = two.follow(NOTHING)
         assert (x.device.type, list(x.shape)) == ("meta", [rows, 2])
-    assert told == [True, False, True, True]
+    assert two.told == [1, 1, 2, 3]  # before the leader captures, and the other one, too
     assert two.tried == [[8, 2], [8, 2], [8, 2], [6, 2], [6, 2], [8, 2]]  # as in the call before, then as they are
     assert not two.refused
 
@@ -90,8 +91,9 @@ def test_the_leader_fails() -> None:
     with pytest.raises(RankError, match=r"^rank 0: ValueError: not this one$"):
         two.follow(NOTHING)
     assert not two.refused
+    told = two.ranks[0].world.told
     two.lead(batch(8))
-    assert two.header.given is not None  # nobody knows what the others have heard
+    assert two.ranks[0].world.told == told + 1  # nobody knows what the others have heard
     two.follow(NOTHING)
 
 
@@ -106,6 +108,21 @@ def test_another_rank_fails() -> None:
     with pytest.raises(RankError, match=r"rank 1 was given argument 0 of type torch.float32 and shape \[7, 2\]"):
         two.follow(batch(7))
     assert len(two.refused) == 3
+
+
+def test_another_rank_is_interrupted_before_it_has_heard_of_new_shapes() -> None:
+    two = Two()
+    two.lead(batch(8))
+    two.follow(NOTHING)
+    two.lead(batch(6), kind=3)
+
+    def interrupted(given: Given) -> None:
+        raise KeyboardInterrupt("now")
+
+    with pytest.raises(KeyboardInterrupt):
+        two.ranks[1].make(interrupted, NOTHING, two.refuse)
+    assert two.refused == ["3 [6, 2] now"]
+    assert not two.said
 
 
 def test_calls_of_different_kinds() -> None:
