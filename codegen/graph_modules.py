@@ -24,8 +24,7 @@ from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.ir.attribute_paths import attribute_path
 from fxpipe.ir.graph.graph import Graph, Op, Ref, Region, State, Struct, map_leaves
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.graph.value_types import MODE, TensorType, ValueType
-from fxpipe.ir.operators.training_mode import either
+from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall
 from fxpipe.torch_internals.grad_mode import autocast_calls, gradient_setter
 
@@ -41,12 +40,11 @@ class Whole(nn.Module):
         return self.call(tuple(tensors), tuple(args), dict(kwargs))
 
 
-def graph_module(graph: Graph, tensors: Mapping[str, Tensor], training: bool) -> fx.GraphModule:
+def graph_module(graph: Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     """The captured graph: a function of the model's tensors and numbers that returns what the model returns, of a step
-    (loss, output). `tensors`: the model's, and those of the loss function, by path; `training`: the model's mode."""
+    (loss, output). `tensors`: the model's, and those of the loss function, by path."""
     made = _Maker(tensors, graph.model)
-    known = made.inputs((item.name, item.type) for item in graph.inputs if item.path not in ("", MODE))
-    known |= mode_of(graph, training)
+    known = made.inputs((item.name, item.type) for item in graph.inputs if item.path)
     if graph.totals is not None:
         inside = made.body(graph.totals, known)
         known |= {output.value: inside[output.value] for output in graph.totals.outputs}
@@ -54,18 +52,12 @@ def graph_module(graph: Graph, tensors: Mapping[str, Tensor], training: bool) ->
     return made.finish(made.nest(graph.result, known))
 
 
-def mode_of(graph: Graph, training: bool) -> dict[str, Any]:
-    """The value of the input that says whether the model trains, if there is one."""
-    return {item.name: training for item in graph.inputs if item.path == MODE}
-
-
-def stage_module(program: Program, index: int, tensors: Mapping[str, Tensor], training: bool) -> fx.GraphModule:
+def stage_module(program: Program, index: int, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     """A stage: a function of the values that it takes and borrows, and of sizes that these do not show; it returns a
     tuple of the values that it gives."""
     stage, graph = program.stages[index], program.graph
     made = _Maker(tensors, f"Stage{index}", torch.device(torch_device(stage.device)))
-    known = mode_of(graph, training)
-    known |= made.inputs((name, program.types[name]) for name in (*stage.takes, *stage.borrows) if name not in known)
+    known = made.inputs((name, program.types[name]) for name in (*stage.takes, *stage.borrows))
     known |= made.sizes(graph, known, {name for op in stage.ops for name in op.reads} | {*stage.gives})
     known |= made.states(program.state(name) for name in stage.states)
     known = made.ops(stage.ops, known)
@@ -157,8 +149,6 @@ class _Maker:
 
     def _op(self, op: Op, known: Mapping[str, Any]) -> Any:
         args, kwargs = self.nest(op.args, known), self.nest(dict(op.kwargs), known)
-        if op.target is either and isinstance(args[0], bool):
-            return either(*args)
         if isinstance(op.target, Opaque):
             path = attribute_path(op.target.path or "whole_model")
             self.attributes[path] = Whole(op.target)

@@ -23,7 +23,6 @@ from fxpipe.codegen.text.source_names import identifier, member, spells, string
 from fxpipe.codegen.text.statements import BLANK, Block, Call, Statement, tuple_of
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph.graph import Graph, Ref, Struct, refs
-from fxpipe.ir.operators.training_mode import mode_input
 
 
 class _Part(NamedTuple):
@@ -81,10 +80,6 @@ def _inputs(graph: Graph, names: _Arguments, checks: Iterable[Statement]) -> Sta
     parameters += ["*"] if named else []
     parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
     found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
-    mode = mode_argument(graph)
-    if mode is not None:
-        parameters += [*(() if named else ("*",)), f"{mode}=TRAINING"]
-        found[str(mode_input(graph))] = mode
     unknown = unreachable(graph)
     given = tuple(found.get(item.name, "") for item in graph.inputs if item.path)
     bare = len(given) > 1
@@ -95,19 +90,9 @@ def _inputs(graph: Graph, names: _Arguments, checks: Iterable[Statement]) -> Sta
     return Block(Brackets("def inputs(", tuple(parameters), "):"), (about, *checks, returned))
 
 
-def mode_argument(graph: Graph) -> str | None:
-    """The argument of `inputs` for the model's mode; None if the graph is for one mode."""
-    name = mode_input(graph)
-    taken = {name for group in _arguments(graph) for name, _ in group}
-    while name in taken:
-        name += "_"
-    return name
-
-
 def unreachable(graph: Graph) -> tuple[str, ...]:
-    """Inputs that are not arguments of the call: numbers of the model that have changed, such as `self.step`. The mode
-    of the model is one of the arguments of `inputs`."""
-    reached = {ref.name for ref in refs(graph.call)} | {mode_input(graph)}
+    """Inputs that are not arguments of the call: numbers of the model that have changed, such as `self.step`."""
+    reached = {ref.name for ref in refs(graph.call)}
     return tuple(item.path for item in graph.inputs if item.path and item.name not in reached)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.codegen.package.call_adapter import call_functions, mode_argument, unreachable
+from fxpipe.codegen.package.call_adapter import call_functions, unreachable
 from fxpipe.codegen.stage.stage_constants import constant_names
 from fxpipe.codegen.stage.stage_file import emit_device, emit_stage, emit_totals
 from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc, prefix
@@ -44,7 +44,6 @@ from fxpipe.errors import PackageError
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import UNKNOWN, Graph, Ref, State, refs
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.plan import dump as dump_plan
 from fxpipe.ir.program.messages import MessageTable
@@ -96,7 +95,6 @@ def _homes(program: Program, by_device: bool) -> list[str]:
 
 def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[str]) -> str:
     functions, modules, call = call_functions(program.graph)
-    mode = mode_argument(program.graph)
     by_device = not all(home == f"stage{j}" for j, home in enumerate(homes))
     names = tuple(f"{home}.Stage{j}" if by_device else f"Stage{j}" for j, home in enumerate(homes))
     relative = [f"from . import {', '.join(sorted(set(homes)))}"] if by_device else []
@@ -110,7 +108,6 @@ def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[
         "CHUNKS": str(plan.chunks),
         "STAGES": Brackets("(", names, ")", "literal"),
     }
-    facts |= {} if mode is None else {"MODE": f"{string(mode)}  # the argument for the other mode"}
     facts |= {} if totals is None else {"TOTALS": "(Totals,)  # what micro-batches must know of the whole batch"}
     facts |= {} if program.graph.loss is None else {"OUTPUTS": f"{_returns_outputs(program)}  # beside the loss"}
     loss = () if program.graph.loss is None else (BLANK, *_loss(program.graph.fingerprint))
@@ -138,7 +135,6 @@ def _docstring(program: Program, call: str) -> list[str]:
     n = len(program.stages)
     model = doc_prose(program.graph.model)
     mode = "training" if program.graph.training else "evaluation"
-    mode = mode if mode_input(program.graph) is None else "training and evaluation"
     run = "result = pipe"
     if program.graph.loss is not None:
         run = "loss, output = pipe.step" if _returns_outputs(program) else "loss = pipe.step"

@@ -12,7 +12,6 @@ from fxpipe.codegen.text.line_layout import Brackets
 from fxpipe.codegen.text.source_names import prose, state_path, string
 from fxpipe.codegen.text.statements import BLANK, Assign, Block, Call, Comment, Statement, apart, rows_of, tuple_of
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.operators.training_mode import draws_in_training_only, mode_input
 from fxpipe.ir.program.program import Loan, Program, Stage
 
 Group = Sequence[Statement]  # an empty line goes before and after it
@@ -42,9 +41,6 @@ def attributes(program: Program, places: Places, totals: Program | None = None) 
         found += [Comment("what is computed from the whole batch, and from what of it"), *rows_of("totals", pair)]
     if any(op.random for stage in program.stages for op in stage.ops):
         found.append("random = True")
-        mode = mode_input(program.graph)
-        if mode is not None and draws_in_training_only(program.graph):
-            found.append(f"draws_if = {string(places.name(mode))}")
     return found
 
 

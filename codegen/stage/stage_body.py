@@ -25,7 +25,6 @@ from fxpipe.errors import file_name
 from fxpipe.ir.graph.graph import Op, Origin, Region, called, op_name
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.operators.training_mode import switch
 from fxpipe.ir.program.program import Program, Stage
 
 GRADIENT_OF = "gradient of "  # what comments in backward begin with
@@ -140,9 +139,7 @@ class _Writer:
                 continue
             found += self.comment(block[0].group, top and not found)
             inside = [statement for step in block for statement in _statements(step, gone=step is not block[-1])]
-            drops = switch(block[0].op)
-            given = str(draw) if drops is None else f"{draw}, {self.variables.of[drops]}"
-            found.append(Block(f"with draw({given}):", tuple(inside)))
+            found.append(Block(f"with draw({draw}):", tuple(inside)))
             found += [Delete(block[-1].releases)] if block[-1].releases else []
         return found
 

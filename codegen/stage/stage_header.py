@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fxpipe.codegen.text.line_layout import INDENT, WIDTH
 from fxpipe.codegen.text.source_names import doc_prose
-from fxpipe.ir.graph.value_types import MODE, TensorType
+from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fxpipe.ir.program.program import Move, Program, Stage
 
@@ -45,7 +45,6 @@ def header(
 def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
     moves = {move.value: move for move in program.arriving[stage.index]}
     known = {size.name: f"{size.input}.shape[{size.dim}]" for size in program.graph.sizes}
-    known |= {item.name: "the model's mode" for item in program.graph.inputs if item.path == MODE}
     for name in stage.takes:
         place = known.get(name) or (_source(program, moves[name]) if name in moves else "known to every stage")
         yield _Row("takes", variables[name], str(program.types[name]), place)

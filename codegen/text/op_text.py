@@ -20,7 +20,6 @@ from fxpipe.codegen.text.source_names import member, spells, state_path
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.operators.training_mode import either
 
 _BINARY: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -45,7 +44,7 @@ IN_PLACE_METHODS = {
     "&=": "bitwise_and_", "|=": "bitwise_or_", "^=": "bitwise_xor_", "<<=": "bitwise_left_shift_",
     ">>=": "bitwise_right_shift_",
 }  # fmt: skip
-_HAVE_SIGNS = frozenset((*_BINARY, *_UNARY, *_IN_PLACE, operator.getitem, getattr, either))
+_HAVE_SIGNS = frozenset((*_BINARY, *_UNARY, *_IN_PLACE, operator.getitem, getattr))
 
 
 class EmitError(FxpipeError):
@@ -96,9 +95,6 @@ def _operator(target: Any, args: tuple[Any, ...], names: Names) -> Doc | None:
         return subscript(_receiver(args[0], names), args[1], names)
     if target is getattr and len(args) == 2 and isinstance(args[1], str):
         return member(_receiver(args[0], names), args[1])
-    if target is either:
-        flag, yes, no = (flat(nest(arg, names)) for arg in args)
-        return f"{yes} if {flag} else {no}"
     if target in _UNARY and len(args) == 1:
         return _UNARY[target] + _receiver(args[0], names)
     if target in _BINARY and len(args) == 2:

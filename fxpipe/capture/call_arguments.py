@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from .nested_values import change
 
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
 BatchDim = int | Mapping[str, int | None]
-Want = Literal["loss", "outputs", "both"]
 NO_OBJECTS = ArgumentObjects()
 
 
@@ -59,8 +58,6 @@ class RequestedCall(NamedTuple):
     - `targets`: for a step, a tuple of the target, or an empty one; None for a call.
     - `rest`: further arguments of the captured function of a step.
     - `holders`: objects besides the model that a step may change.
-    - `want`: what is asked for of a pair of a loss and the model's result.
-    - `mode`: the model's mode, if the graph must be for one mode.
     """
 
     args: tuple[Any, ...]
@@ -68,8 +65,6 @@ class RequestedCall(NamedTuple):
     targets: tuple[Any, ...] | None = None
     rest: tuple[Any, ...] = ()
     holders: tuple[Any, ...] = ()
-    want: Want = "both"
-    mode: bool | None = None
 
 
 class Call(NamedTuple):

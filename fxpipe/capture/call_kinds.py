@@ -17,55 +17,52 @@ from fxpipe.capture.tracing.rewriting.written_inputs import NO_WRITES, WrittenIn
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.graph import Graph, Mixed
-from fxpipe.ir.operators.training_mode import mode_input
 
-from .call_arguments import Call, RequestedCall, Want
+from .call_arguments import Call, RequestedCall
 from .finish_graph import Finished, feed
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Sizes = Callable[[int], Sequence[int]]
 Work = Callable[[str], AbstractContextManager[None]]
-Part = tuple[Want, bool | None]  # what is wanted of a call, and the mode that its graph is for; None: any
 
 
 @dataclass(eq=False)
 class Kind:
-    """A kind of call: its trace, and, after its dry pass, the graph that runs, for each part of the result that was
-    wanted, and, where that must be, for each mode.
+    """A kind of call: its trace, and, after its dry pass, the graph that runs.
 
     - `touched`: the attributes that forward sets.
     - `given`: what forward sets in the objects among the arguments; `written`: the arguments that it writes into.
     - `rebound`: the buffers that forward sets.
     - `past`: the user's own modules that the trace reached without the twins, for example by a global variable.
-    - `fits`: the batch sizes that are known to be valid, with the part.
+    - `fits`: the batch sizes that are known to be valid.
     """
 
     traced: Traced
     drafted: Draft | None = None
     hollows: tuple[Any, ...] = ()
-    finished: dict[Part, Finished] = field(default_factory=dict)
+    finished: Finished | None = None
     touched: Changes = field(default_factory=dict)
     given: tuple[Any, ...] = ()
     written: WrittenInputs = NO_WRITES
     rebound: Mapping[int, Slot] = field(default_factory=dict)
     past: tuple[nn.Module, ...] = ()
-    fits: set[tuple[int | None, Part]] = field(default_factory=set)
+    fits: set[int | None] = field(default_factory=set)
 
     @property
     def set_to(self) -> tuple[Any, ...]:
         """The values that forward leaves anywhere but in its result."""
         return (*(one.value for one in self.touched.values()), *self.given, *self.written.of(self.hollows))
 
-    def check(self, call: Call, part: Part, sizes: Sizes, told: set[Mixed]) -> None:
+    def check(self, call: Call, sizes: Sizes, told: set[Mixed]) -> None:
         """Raise CaptureError if the graph is not valid for the micro-batches of a call; warn of what is not `told`."""
-        if (call.batch, part) in self.fits:
+        if call.batch in self.fits:
             return
         assert self.drafted is not None
         check_sizes(self.traced, self.drafted, call, sizes)
-        if part in self.finished:
-            check_outputs(self.finished[part].graph, call.batch, sizes)
-            tell(self.finished[part].graph, call.batch, sizes, told)
-            self.fits.add((call.batch, part))
+        if self.finished is not None:
+            check_outputs(self.finished.graph, call.batch, sizes)
+            tell(self.finished.graph, call.batch, sizes, told)
+            self.fits.add(call.batch)
 
 
 @dataclass
@@ -98,26 +95,8 @@ class Now:
         slot = self.twins.of.get(id(tensor))
         return tensor if slot is None or slot.real is None else slot.real
 
-    def fed(self, graph: Graph, training: bool) -> tuple[Any, ...]:
-        """The real values of the graph's inputs. `training`: the model's mode."""
+    def fed(self, graph: Graph) -> tuple[Any, ...]:
+        """The real values of the graph's inputs."""
         assert self.kind is not None
         assert self.kind.drafted is not None
-        return self.kind.written.kept(graph, feed(graph, self.kind.drafted, self.call, self.flat, training))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the trace has the model's result, though only the loss is wanted."""
-        return self.request.want == "loss" and bool(self.request.rest[-1])
-
-    @property
-    def part(self) -> Part:
-        """The part that is wanted. A graph that does not depend on the mode is for any."""
-        drafted = self.kind.drafted if self.kind is not None else None
-        one = drafted is not None and mode_input(drafted.graph) is not None
-        return self.request.want, self.request.mode if one else None
-
-    def parts(self, result: Any) -> tuple[Any, Any]:
-        """The part of the returned object that is wanted, and the other one."""
-        if self.request.want == "outputs":
-            return result[1], result[0]
-        return ((result[0], None), result[1]) if self.is_whole else (result, None)
+        return self.kind.written.kept(graph, feed(graph, self.kind.drafted, self.call, self.flat))

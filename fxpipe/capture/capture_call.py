@@ -44,9 +44,7 @@ from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
 from fxpipe.capture.tracing.layers.place_layers import Stale
 from fxpipe.capture.tracing.layers.routes import Routes
-from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
-from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.transforms import transformed
@@ -55,15 +53,14 @@ from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
-from fxpipe.ir.operators.training_mode import for_mode
 
-from .call_arguments import Arguments, BatchDim, RequestedCall, Want
+from .call_arguments import Arguments, BatchDim, RequestedCall
 from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames, written_by_dynamo
-from .finish_graph import Finished, Seen, finish, model_alone, stand_ins
+from .finish_graph import Finished, Seen, finish, stand_ins
 from .model_exceptions import diagnosed
 from .model_with_loss import call_model
-from .nested_values import change, is_plain
+from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
 
 
@@ -75,11 +72,9 @@ class CallCapture:
     - `work(what)`: a context for the time that a capture takes.
     - `function`: the captured function: a plain function of the model, args, kwargs, and the other fields of a
       `RequestedCall`. It may only use its arguments and the globals of its module.
-    - `loss`: whether the function returns a pair of a loss and the model's result. Its last argument then is whether
-      it returns the result.
-    - `whole`: whether it does so even if only the loss is wanted, for later calls. Ends where that cannot be done.
+    - `loss`: whether the function returns a pair of a loss and the model's result.
     - `transforms`: the user's functions that change what was traced.
-    - `dynamic`, `both_modes`: as in `Arguments` and `TrainingFlags`; what can only be captured without, is.
+    - `dynamic`: as in `Arguments`; what can only be captured without, is.
     """
 
     def __init__(
@@ -94,29 +89,24 @@ class CallCapture:
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
         dynamic: bool = False,
-        both_modes: bool = False,
-        whole: bool = False,
     ) -> None:
         self.model = model
         self.reduce = reduce
         self.transforms = transforms
         self.sizes = sizes
-        self.loss, self.whole = loss, whole
+        self.loss = loss
         self.arguments = Arguments(model, batch_dim, sizes, dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.layers = Layers()
-        self.flags = TrainingFlags(both_modes)
-        self.grad_mode = GradientMode()
-        self._another_way = partial(another_way, self.pieces, function, self.grad_mode)
+        self._another_way = partial(another_way, self.pieces, function)
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
-        parts = weakref.ref(self.layers), weakref.ref(self.flags), self.grad_mode
-        begin = partial(dynamo, function, lambda traced: capture()(traced), lambda: starts()(), *parts)  # type: ignore
+        layers = weakref.ref(self.layers)
+        begin = partial(dynamo, function, lambda traced: capture()(traced), lambda: starts()(), layers)  # type: ignore
         self._routes = Routes(begin, self.layers)
         self.anew()
         self._now: Now | None = None
-        self.kind: Kind | None = None  # of the last call that was captured
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
@@ -125,8 +115,6 @@ class CallCapture:
     def anew(self) -> None:
         """Forget what was captured."""
         self.layers.forget()
-        self.flags.forget()
-        self._pure = True  # no trace does anything besides its ops
         self._routes.anew()
         self._unguarded = self.twins.unguarded
 
@@ -147,30 +135,7 @@ class CallCapture:
             memo = now.call.objects.give_back(now.real)
             for (_, name), touched in kind.touched.items():
                 self.twins.give_back(touched.holder, name, now.real, memo)
-            self.kind = kind
-            return change(now.parts(result)[0], now.real, memo=memo)
-
-    def run_known(self, request: RequestedCall, run: Run) -> tuple[Any] | None:
-        """The model's result for a call of a kind that is known from a loss, computed by `run`, in a tuple; None if no
-        kind has it. Traces nothing."""
-        began = False
-
-        def begin(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            nonlocal began
-            began = True
-            return run(graph, inputs)
-
-        with self._lock:
-            try:
-                now, result = self._pass(request, begin, known=True)
-                if now.snapshot is not None:
-                    self._finish(now, result[0], request)
-                    now, result = self._pass(request, begin, known=True)
-            except Exception:
-                if began:
-                    raise
-                return None  # the call's own capture says what is wrong with it, if anything is
-            return (change(result[0][1], now.real, memo=now.call.objects.give_back(now.real)),) if began else None
+            return change(result, now.real, memo=memo)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. The model does not change, and runs only if submodules are kept whole."""
@@ -180,8 +145,8 @@ class CallCapture:
         """The graph of this kind of call of the captured function, and the real values of its inputs in this call."""
         with self._lock:
             now, result = self._captured(request, None)
-            self.kind, graph = now.kind, self._finish(now, result, request).graph
-            return graph, now.fed(graph, self.flags.mode)
+            graph = self._finish(now, result, request).graph
+            return graph, now.fed(graph)
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route. Raises the model's own exception for such a call, if it raises one, else
@@ -200,11 +165,11 @@ class CallCapture:
         raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        before = self.arguments.dynamic, self.flags.allowed, self.whole, self.grad_mode.shared
+        dynamic = self.arguments.dynamic
         try:
             return self._completed(request, run)
         except BaseException:
-            self.arguments.dynamic, self.flags.allowed, self.whole, self.grad_mode.shared = before  # refused, too
+            self.arguments.dynamic = dynamic  # refused, too
             raise
         finally:
             if self._works:
@@ -217,7 +182,7 @@ class CallCapture:
         signature = signature_of(self._now.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
-            why = why_new(signature, self._signatures, "step" if self.loss else "call", self.flags.fixed)
+            why = why_new(signature, self._signatures, "step" if self.loss else "call")
             self._working.enter_context(self._work(f"capturing {name}: {why}"))
             self._works = True
             self._signatures.append(signature)
@@ -230,17 +195,13 @@ class CallCapture:
             raise no_ops(self.model)
         if now.snapshot is None:
             return now, result
-        if now.is_whole and not all(map(is_plain, now.kind.set_to)):
-            self.whole = False  # it is not known which of the model's outputs are in an attribute
-            self.anew()
-            return self._complete(request, run)
         try:
             if not self._finish(now, result, request).graph.ops:
                 raise no_ops(self.model)
         except NoOps:
             raise
-        except CaptureError as error:
-            if not (self.grad_mode.end(error) or self.flags.end() or self.arguments.with_numbers(now.call)):
+        except CaptureError:
+            if not self.arguments.with_numbers(now.call):
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
                 if refused is None or self._another_way(now, [refused]) is None:
                     raise
@@ -254,41 +215,31 @@ class CallCapture:
         kind = now.kind
         assert kind is not None
         assert kind.drafted is not None
-        want, part = now.request.want, now.part
-        if part not in kind.finished:
-            kind.check(now.call, part, self.sizes, self._told)
+        if kind.finished is None:
+            kind.check(now.call, self.sizes, self._told)
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
                 rows = now.call.rows, now.call.rows + 1
                 other, result_of_other = self._pass(request, None, rows[1])
                 assert other.kind is not None
                 assert other.kind.drafted is not None
-                results = now.parts(result)[0], other.parts(result_of_other)[0]
-                drafted = merge(drafted, other.kind.drafted, rows, results)
-            wanted, spare = now.parts(result)
-            alone: Want = want if want == "outputs" or now.is_whole else "both"
-            seen = Seen(wanted, kind.rebound, kind.set_to, self.twins.slots, spare, alone)
+                drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
+            seen = Seen(result, kind.rebound, kind.set_to, self.twins.slots)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
             limits, changes = conditions(kind.traced, kind.drafted, now.call), bool(kind.given or kind.written.paths)
-            held = replace(finished.graph, conditions=limits, changes=changes)
-            held = model_alone(held, kind.drafted, now.call) if want == "outputs" else held
-            kind.finished[part] = replace(finished, graph=for_mode(held, part[1], drafted.graph.ops))
-            kind.check(now.call, part, self.sizes, self._told)
-        return kind.finished[part]
+            graph = replace(finished.graph, conditions=limits, changes=changes)
+            kind.finished = replace(finished, graph=graph)
+            kind.check(now.call, self.sizes, self._told)
+        return kind.finished
 
-    def _pass(
-        self, request: RequestedCall, run: Run | None, rows: int | None = None, known: bool = False
-    ) -> tuple[Now, Any]:
-        """One call of the route, in which all tensors are hollow until `run` runs. `known`: only of a kind that is."""
+    def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
+        """One call of the route, in which all tensors are hollow until `run` runs."""
         check_modes()
         self.twins.sync()
-        news = self.pieces.renew(self.twins), self.flags.renew(self.twins)
-        if any(news) or self._unguarded != self.twins.unguarded:
+        if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self.anew()
         self.layers.renew(self.twins)
-        if request.want == "loss" and not self.whole:
-            request = request._replace(rest=(*request.rest[:-1], False))
         # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
@@ -297,8 +248,7 @@ class CallCapture:
         self._now, before = now, self._now
         done = False
         try:
-            known_only = self._routes.first.known if self._pure else lambda *_: None
-            result = known_only(self.twins.root, *now.call.given, *now.beside) if known else self._routed(now)
+            result = self._routed(now)
             if now.kind is not None and now.snapshot is not None:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
                 result = now.call.objects.shown(result)
@@ -326,7 +276,7 @@ class CallCapture:
         while how is not None:
             now.call.objects.restore()
             try:
-                result = self._routes.first.call(self.twins.root, *now.call.given, *now.beside)
+                result = self._routes.first(self.twins.root, *now.call.given, *now.beside)
             except Stale:
                 others += 1
                 self._routes.turn(others)
@@ -340,12 +290,7 @@ class CallCapture:
                 tried.append(failed(error, how))
             else:
                 return result
-            if now.is_whole and tried[-1].is_of_result:
-                self.whole = False
-                rest = (*now.request.rest[:-1], False)
-                now.request, now.call = now.request._replace(rest=rest), now.call._replace(rest=rest)
-                now.beside, tried = (*now.beside[:-1], False), []
-            elif self.grad_mode.end(tried[-1]) or self.flags.end() or self.arguments.with_numbers(now.call):
+            if self.arguments.with_numbers(now.call):
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
                 how = self._another_way(now, tried)
@@ -358,7 +303,6 @@ class CallCapture:
         """The function that the route calls for a kind of call that it has just traced."""
         kind, placed = Kind(traced), traced.placed
         assert placed is not None
-        self._pure = self._pure and traced.effects.none
         call_capture = weakref.ref(self)
 
         def compute(*flat: Any) -> tuple[Any, ...]:
@@ -367,13 +311,12 @@ class CallCapture:
             now = self._now
             assert now is not None
             now.kind, now.flat = kind, (flat := placed.flat(flat))
-            if (part := now.part) not in kind.finished or now.run is None:
+            if kind.finished is None or now.run is None:
                 return self._dry(kind, now, flat)
-            kind.check(now.call, part, self.sizes, self._told)
-            kind.finished[part] = finished = kind.finished[part].renewed(flat)
+            kind.check(now.call, self.sizes, self._told)
+            kind.finished = finished = kind.finished.renewed(flat)
             now.running = True
-            with self.grad_mode.of_call():
-                results = now.run(finished.graph, now.fed(finished.graph, self.flags.mode))
+            results = now.run(finished.graph, now.fed(finished.graph))
             made = tuple(give(results, now.call, flat) for give in finished.gives)
             return kind.written.copied(made, kind.drafted.outputs, now.call) if kind.drafted else made
 
@@ -381,7 +324,7 @@ class CallCapture:
 
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
-        if new := kind.drafted is None:
+        if kind.drafted is None:
             rejoin(kind.traced.module, now.call.rows or 0)
             traced = kind.traced.module.graph
             if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
@@ -392,9 +335,6 @@ class CallCapture:
             kind.drafted, kind.written = drafted(owner, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())
-            self._pure = self._pure and kind.drafted.baked is None
         # As late as possible, so that changes of other threads are not undone.
         now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *now.holders))
-        if new and now.is_whole and not now.snapshot.has(now.call.objects.others(kind.traced.effects.changed)):
-            raise Refused(None, "it changes what is not the model's", "return values instead")
         return kind.written.without(kind.hollows)

@@ -137,11 +137,6 @@ class Refused(CaptureError):
         """Whether `modules` has the place of the cause: not for exceptions of the model, nor for hooks."""
         return self.modules is not None and self.reason != HOOKED and not self.reason.startswith("it raises ")
 
-    @property
-    def is_of_result(self) -> bool:
-        """Whether it may only be that the model's result cannot be built again."""
-        return not self.modules or "econstruct" in self.reason
-
     def in_no_submodule(self) -> Refused:
         """The refusal to keep a submodule whole: the line is in the model's own forward, or in the loss function."""
         found = Refused(

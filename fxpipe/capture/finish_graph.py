@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,13 +23,12 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, check, refs
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import MODE, TensorType, dim_names, tensors
-from fxpipe.ir.operators.training_mode import is_seen
+from fxpipe.ir.graph.value_types import TensorType
 
-from .call_arguments import Call, Want, within
+from .call_arguments import Call
 from .capture_errors import at
 from .model_with_loss import name_loss
-from .nested_values import change, template
+from .nested_values import template
 
 NO_GRAD = (Region("grad", (False,)),)
 
@@ -78,27 +76,16 @@ class Finished:
 class Seen:
     """What a dry pass showed.
 
-    - `result`: the returned object, or what is wanted of it.
+    - `result`: the returned object.
     - `rebound`: the buffers that were set to a new tensor, by the tensor's `id`.
     - `touched`: the new values of attributes.
     - `slots`: all slots.
-    - `spare`: the part of the returned pair that is not wanted; `want`: which one is.
     """
 
     result: Any
     rebound: Mapping[int, Slot]
     touched: tuple[Any, ...]
     slots: list[Slot]
-    spare: Any = None
-    want: Want = "both"
-
-    def unwanted(self, hollows: tuple[Any, ...]) -> set[int]:
-        """The ids of the traced outputs that are only in the part of the result that nobody wants."""
-        if self.want == "both":
-            return set()
-        tensors = {id(made) for made in hollows if isinstance(made, Tensor)}
-        others = tensors if self.want == "loss" else tensors_in(self.spare)
-        return others - tensors_in((self.result, self.touched)) - self.rebound.keys()
 
 
 def stand_ins(draft: Draft) -> tuple[Any, ...]:
@@ -116,39 +103,23 @@ def _stand_in(fake: Any) -> Any:
     return Marker() if isinstance(fake, (int, float, torch.SymInt, torch.SymFloat)) else fake
 
 
-def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...], training: bool) -> tuple[Any, ...]:
-    """The real values of the graph's inputs, without those that its totals compute. `training`: the model's mode."""
+def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The real values of the graph's inputs, without those that its totals compute."""
     reals, places, values = {leaf.path: leaf.real for leaf in call.leaves.values()}, draft.places, []
     for item in graph.inputs:
         if item.path and item.name in places:
             value = flat[places[item.name]]
             values.append(value.item() if isinstance(value, Tensor) else value)
-        elif item.path == MODE:
-            values.append(training)
         elif item.path:
             values.append(dense(reals[item.path]))
     return tuple(values)
-
-
-def tensors_in(value: Any) -> set[int]:
-    """The ids of all tensors in a nest."""
-    found: set[int] = set()
-
-    def note(_: str, tensor: Tensor) -> Tensor:
-        found.add(id(tensor))
-        return tensor
-
-    change(value, note)
-    return found
 
 
 def finish(
     draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce, loss: bool = False
 ) -> Finished:
     """The complete graph, from the hollow outputs of the dry pass and what it showed. `loss`: the first returned value
-    is the loss, unless only the rest is wanted. Raises CaptureError if an output cannot be combined from
-    micro-batches."""
-    unwanted, alone = seen.unwanted(hollows), seen.want == "outputs"
+    is the loss. Raises CaptureError if an output cannot be combined from micro-batches."""
     of_hollow = {id(made): name for made, name in zip(hollows, draft.outputs, strict=True)}
     of_hollow |= {
         id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
@@ -163,7 +134,7 @@ def finish(
     graph = replace(
         graph,
         result=template(seen.result, ref),
-        call=template((call.args, call.kwargs if alone else {**call.kwargs, **call.target}), ref),
+        call=template((call.args, {**call.kwargs, **call.target}), ref),
         arguments=call.names[: len(call.args)],
     )
     kept: Any = [template(value, ref) for value in seen.touched]
@@ -171,12 +142,11 @@ def finish(
     kept_values = [found.name for found in refs(kept) if found.name not in lasting]
     # Values that are neither in the result nor in attributes went elsewhere, such as into a dict by a hook.
     traced = zip(hollows, draft.outputs, strict=True)
-    gone = [name for made, name in traced if isinstance(made, Tensor) and id(made) not in {*seen.rebound, *unwanted}]
+    gone = [name for made, name in traced if isinstance(made, Tensor) and id(made) not in seen.rebound]
     results = {op.name for op in graph.ops}
     kept_values += [name for name in gone if name in results]
     values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
-    wanted = {name for made, name in zip(hollows, draft.outputs, strict=True) if id(made) not in unwanted}
-    graph = _with_rebound_buffers(_without_unread(graph, draft, wanted), draft, hollows, seen)
+    graph = _with_rebound_buffers(graph, draft, hollows, seen)
     check_shapes(graph, values)
     sizes = {
         name: fake
@@ -184,11 +154,9 @@ def finish(
         if isinstance(fake, torch.SymInt) or (type(fake) is int and name in results)  # a size that does not vary
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
-    graph = spread(name_loss(graph, own=call.rest[0] is None) if loss and not alone else graph, values, reduce)
+    graph = spread(name_loss(graph, own=call.rest[0] is None) if loss else graph, values, reduce)
     graph = with_outputs(graph, values, exact, reduce)
     check(graph)
-    if is_seen(graph):
-        raise CaptureError("more than values differs between training and evaluation")
     places = {output.value: position for position, output in enumerate(graph.outputs)}
     slots = {slot.path: slot for slot in seen.slots}
     held = {state.name: slots[state.path] for state in graph.states if state.path in slots}
@@ -200,39 +168,6 @@ def finish(
     states = (*graph.states, *(graph.totals.states if graph.totals is not None else ()))
     constants = {s.name: draft.places[s.name] for s in states if s.kind == "constant" and s.name in draft.places}
     return Finished(graph, gives, constants)
-
-
-def _without_unread(graph: Graph, draft: Draft, wanted: set[str]) -> Graph:
-    """The graph whose ops do not write what nobody reads and nobody wants."""
-    if not draft.unread:
-        return graph
-
-    def lasting(op: Op) -> Op:
-        unread = draft.unread.get(op.name, frozenset()) - wanted
-        return replace(op, writes=tuple(name for name in op.writes if name not in unread))
-
-    return replace(graph, ops=tuple(map(lasting, graph.ops)))
-
-
-def model_alone(graph: Graph, draft: Draft, call: Call) -> Graph:
-    """The graph of the model's result, traced with a loss, as that of a call: without what only the loss takes. Raises
-    CaptureError if a part of the loss would run."""
-    targets = {leaf.path for leaf in call.leaves.values() if any(within(leaf.path, name) for name in call.target)}
-    ops = (*graph.ops, *(graph.totals.ops if graph.totals is not None else ()))
-    read = {name for op in ops for name in op.reads} | {output.value for output in graph.outputs}
-    given = {leaf.path for leaf in call.leaves.values()} - targets
-    inputs = tuple(item for item in graph.inputs if item.path in given or item.name in read)
-    sizes = tuple(size for size in graph.sizes if size.input in {item.name for item in inputs})
-    left = {item.name for item in graph.inputs} - {item.name for item in inputs}
-    left |= {size.name for size in graph.sizes} - {size.name for size in sizes}
-    dims = {name for op in ops for kind in tensors(op.type) for dim in kind.shape for name in dim_names(dim)}
-    runs = any(op.name in draft.beside for op in ops) or any(item.path in targets for item in inputs)
-    if runs or not graph.ops or left & (read | dims):
-        raise CaptureError("a call of the model would run a part of its loss")
-    known = tuple(one for one in graph.conditions if left.isdisjoint(re.findall(r"\w+", one)))
-    graph = replace(graph, inputs=inputs, sizes=sizes, conditions=known)
-    check(graph)
-    return graph
 
 
 def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -> Graph:

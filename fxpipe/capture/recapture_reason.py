@@ -38,9 +38,8 @@ def _shown(tensor: Tensor, batch_dim: int | None) -> str:
     return f"{_name(tensor.dtype)}[{', '.join(sizes)}]"
 
 
-def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "call", fixed: str = "") -> str:
-    """What is new about a call; `before` are the signatures of all captured ones, `what` is a call or a step. `fixed`:
-    the line that has made the last one be for one mode.
+def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "call") -> str:
+    """What is new about a call; `before` are the signatures of all captured ones, `what` is a call or a step.
 
     >>> small, large = (CallSignature(True, (("x", f"float32[b, {size}]"),)) for size in (4, 8))
     >>> why_new(small, []), why_new(large, [small])
@@ -53,8 +52,7 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
     if not before:
         return f"first {what}"
     if all(one.training != new.training for one in before):
-        turned = "eval to train" if new.training else "train to eval"
-        return f"{turned}, which {fixed} tells apart" if fixed else turned
+        return "eval to train" if new.training else "train to eval"
     alike = [dict(one.tensors) for one in before if one.training == new.training]
     now = dict(new.tensors)
     if now in alike:

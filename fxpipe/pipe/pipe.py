@@ -339,14 +339,14 @@ class Pipe(DropInModule):
     def graph_module(self) -> fx.GraphModule:
         """The captured graph as a `torch.fx.GraphModule` with the model's own tensors, a new one each time: for tools
         that read these. It runs a whole batch at once. After a `step`, its loss is in it: it returns (loss, output)."""
-        return graph_module(self.build.graph, self._state.cache.tensors(self.build.graph), self.model.training)
+        return graph_module(self.build.graph, self._state.cache.tensors(self.build.graph))
 
     @property
     def stage_modules(self) -> tuple[fx.GraphModule, ...]:
         """Each stage as a `torch.fx.GraphModule` that takes the values that the stage receives for a micro-batch, and
         returns those that it sends."""
         program, tensors = self.build.program, self._state.cache.tensors(self.build.graph)
-        return tuple(stage_module(program, index, tensors, self.model.training) for index in range(len(program.stages)))
+        return tuple(stage_module(program, index, tensors) for index in range(len(program.stages)))
 
     def explain(self) -> str:
         """A table: per stage its ops, parameters, time, memory and traffic; then the portals (values that skip stages)

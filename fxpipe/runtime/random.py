@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Lock
 
 import torch
@@ -56,16 +56,15 @@ def replica_seed(seed: int, replica: int) -> int:
 
 
 class Draws:
-    """Seeds the random ops of one task. Generated code says `with draw(3): h = F.dropout(h)`; for an op that draws only
-    if a flag is set or a probability is not 0, `with draw(3, training)`."""
+    """Seeds the random ops of one task. Generated code says `with draw(3): h = F.dropout(h)`."""
 
     __slots__ = ("device", "micro_batch", "seed")
 
     def __init__(self, seed: int, micro_batch: int, device: torch.device) -> None:
         self.seed, self.micro_batch, self.device = seed, micro_batch, device
 
-    def __call__(self, draw: int, draws: float = True) -> AbstractContextManager[None]:
-        return Draw(mix(self.seed, self.micro_batch, draw), self.device) if draws else nullcontext()
+    def __call__(self, draw: int) -> AbstractContextManager[None]:
+        return Draw(mix(self.seed, self.micro_batch, draw), self.device)
 
 
 class Draw(AbstractContextManager[None]):

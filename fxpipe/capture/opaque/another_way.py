@@ -7,19 +7,16 @@ from typing import Any
 
 from fxpipe.capture.call_kinds import Now
 from fxpipe.capture.capture_errors import Refused, failed
-from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 
 from .first_call import SIGNS, warm
 from .learn_outputs import learn
 from .opaque_submodules import Pieces
 
 
-def another_way(
-    pieces: Pieces, function: Callable[..., Any], mode: GradientMode, now: Now, tried: list[Refused]
-) -> str | None:
+def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: list[Refused]) -> str | None:
     """Prepare the next way: first run forward once, because some libraries set things up in the first call; then keep
     the refused submodule whole, or the one around it. Returns the way in words, or None if there is no other. Ways that
-    fail at once are added to `tried`; `mode` is that of traces."""
+    fail at once are added to `tried`."""
     refused = tried[-1]
     if pieces.warmed < len(pieces.of) and any(sign in str(refused) for sign in SIGNS):
         pieces.warmed = len(pieces.of)
@@ -31,14 +28,11 @@ def another_way(
         return None
     while True:
         try:
-            with mode.of_trace():
-                odd = learn(pieces, function, now.call, now.twins, now.request.holders)
+            odd = learn(pieces, function, now.call, now.twins, now.request.holders)
         except Refused as error:
             tried.append(error)
             return None
         except Exception as error:  # the model's own
-            if mode.end(error):
-                return pieces.how
             tried.append(failed(error, "running it, to see what a submodule returns"))
             return None
         if odd is None:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import Refused
 from fxpipe.capture.nested_values import change
-from fxpipe.capture.tracing.patches.gradient_mode import Mode, in_mode
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.opaque_call import (
@@ -70,11 +69,11 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
     heard: list[list[Heard]] = []
     rows = call.rows or 0
 
-    mode = Mode(torch.is_grad_enabled(), inference=False)
+    grad = torch.is_grad_enabled()
 
     def hear(count: int) -> None:
         # What is made in inference mode does not show that it is written.
-        with in_mode(mode):
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
             running, given, rest, beside = _real_call(twins, call, holders, count)
             calls = _listen(pieces, running)  # sooner than the snapshot, in which it would be a change
             with _undone(running, beside, call) as changes, said_to_compile(compiling):

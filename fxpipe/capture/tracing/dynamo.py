@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx.experimental._config as shape_config
@@ -44,11 +44,9 @@ from .layers.leaves import Layers, Outer, modes
 from .layers.place_layers import Placed
 from .patches.constant_tensors import folding_constants
 from .patches.context_variables import Contexts, context_variables
-from .patches.gradient_mode import GradientMode, observed_mode
 from .patches.numpy_folding import folding
 from .patches.patched import patched, quiet
 from .patches.saved_variables import saved_variables
-from .patches.training_flags import TrainingFlags, training_flags
 from .rewriting.inline_checkpoints import inline_checkpoints
 
 SETTINGS: dict[str, object] = {
@@ -105,14 +103,6 @@ class Traced:
     placed: Placed | None = None
 
 
-class Route(NamedTuple):
-    """How a function is called that is captured: `call` traces what is new; `known` does not, and returns a tuple of
-    the result, or None."""
-
-    call: Callable[..., Any]
-    known: Callable[..., tuple[Any] | None]
-
-
 Capture = Callable[[Traced], Callable[..., Any]]
 numbers = itertools.count()
 
@@ -122,12 +112,9 @@ def dynamo(
     capture: Capture,
     starts: Callable[[], None],
     layers: weakref.ref[Layers],
-    flags: weakref.ref[TrainingFlags],
-    grad_mode: GradientMode,
-) -> Route:
-    """The functions to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; `layers` are traced alone; `flags` may be ops; the trace is
-    in the mode of `grad_mode`."""
+) -> Callable[..., Any]:
+    """The function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
+    `starts` is called before a new kind of call is traced; `layers` are traced alone."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         inline_checkpoints(module)
@@ -138,8 +125,6 @@ def dynamo(
         leaves = layers()
         assert leaves is not None
         placed = leaves.placed(module, mode)
-        if (found := flags()) is not None:
-            found.settle(placed.module.graph)
         names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         effects = configured.effects[-1] if configured.effects else PythonEffects()
@@ -148,7 +133,7 @@ def dynamo(
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts, layers, flags, grad_mode)
+    context.callback = configured = _Configured(context.callback, starts, layers)
     fresh = _fresh(function)
     run = context(fresh)
 
@@ -159,7 +144,7 @@ def dynamo(
         while True:
             configured.modules, configured.sizes = None, {}
             try:
-                with Interrupts(), grad_mode.of_trace():  # Dynamo drops exceptions in guards
+                with Interrupts():  # Dynamo drops exceptions in guards
                     return (_known(fresh, given) or run)(*given)
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
@@ -173,16 +158,9 @@ def dynamo(
                 if leaves is not None:
                     leaves.forget()
 
-    def known(*given: Any) -> tuple[Any] | None:
-        if torch._dynamo.eval_frame._stance.stance == "force_eager":
-            return None
-        with Interrupts(), grad_mode.of_trace():
-            found = _known(fresh, given)
-            return None if found is None else (found(*given),)
-
     # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
     weakref.finalize(call, reset_code, fresh.__code__).atexit = False
-    return Route(call, known)
+    return call
 
 
 def _known(function: FunctionType, given: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -237,10 +215,8 @@ class _Configured:
         compile: Callable[..., Any],
         starts: Callable[[], None],
         layers: weakref.ref[Layers],
-        flags: weakref.ref[TrainingFlags],
-        grad_mode: GradientMode,
     ) -> None:
-        self.starts, self.layers, self.flags, self.grad_mode = starts, layers, flags, grad_mode
+        self.starts, self.layers = starts, layers
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
@@ -284,8 +260,6 @@ class _Configured:
                 folding_constants(),
                 saved_variables(),
                 context_variables(contexts),
-                training_flags(self.flags()),
-                observed_mode(self.grad_mode),
                 recorded_runs(),
                 python_effects(self.effects),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better
@@ -294,7 +268,7 @@ class _Configured:
             ):
                 settings.enter_context(setting)
             if (leaves := self.layers()) is not None:
-                outer = Outer(self.flags(), self.grad_mode, contexts, self.floats, self.effects, modes())
+                outer = Outer(contexts, self.floats, self.effects, modes())
                 settings.enter_context(leaves.tracing(outer))
             try:
                 result = self._torchdynamo_orig_backend(*args, **kwargs)
@@ -303,7 +277,6 @@ class _Configured:
                 raise
             if contexts.left:
                 raise Refused(None, f"forward sets the context variable {contexts.left[0]!r}", "reset it in the end")
-            self.grad_mode.check()
             return result
 
 

@@ -24,12 +24,10 @@ from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import VMAP, TensorType, ValueType
-from fxpipe.ir.operators.training_mode import either
 
 from .dynamo import Traced
 from .effects.op_effects import SET_DATA, Step, steps
-from .patches.training_flags import training_flag
-from .placeholders import Builder, add_inputs, add_mode, add_states, define
+from .placeholders import Builder, add_inputs, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
 from .rewriting.written_inputs import WrittenInputs, why_kept, with_copies
 from .symbolic_sizes import text, type_of
@@ -39,8 +37,6 @@ from .value_names import named_sizes
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
 VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
 
-BY_MODE = (training_flag, either)
-
 
 @dataclass(frozen=True)
 class Draft:
@@ -48,8 +44,6 @@ class Draft:
 
     `outputs` are the names of the traced outputs, `fakes` their fake values. Flat arguments: `places` has the place of
     each input that is a number and of each constant, `held` the tensor of each that is the model's or the user's.
-    `beside` are the ops that are not in the call of the model, but in its loss. `unread` has, by op, what it writes
-    that no later op reads, but that is among `outputs`.
     """
 
     graph: Graph
@@ -60,8 +54,6 @@ class Draft:
     symbols: Mapping[sympy.Symbol, str]
     baked: str | None  # an input whose batch size became a plain number
     squeezed: tuple[Op, ...]  # what would also take away a batch of one
-    beside: frozenset[str] = frozenset()
-    unread: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,6 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call, tell_
         env, found = steps(traced)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     add_inputs(build, placeholders, flat, env)
-    add_mode(build)
     add_states(build, placeholders, flat, env)
     build.first = dict(build.of_node)
     if tell_written and (written := _written(build, found)):
@@ -124,7 +115,7 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call, tell_
     results = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
     build.last_read = {node: i for i, step in enumerate(found) for node in step.node.all_input_nodes}
     build.returned = frozenset(results)
-    _ops(build, found, env, owner.root)
+    _ops(build, found, env)
     outputs = tuple(build.of_node[node] for node in results)
     inputs, sizes, states, ops = tuple(build.inputs), tuple(build.sizes), tuple(build.states), tuple(build.ops)
     first = traced.module.meta.get(CHECKPOINTED)
@@ -135,7 +126,7 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call, tell_
     held = {build.first[node]: value for node, value in zip(placeholders, flat, strict=True) if node in build.first}
     fakes = tuple(env[node] for node in results)
     facts = build.places, held, build.symbols, build.baked, squeezed
-    return Draft(graph, outputs, fakes, *facts, frozenset(build.beside), build.unread)
+    return Draft(graph, outputs, fakes, *facts)
 
 
 def _written(build: Builder, found: list[Step]) -> list[tuple[str, fx.Node, fx.Node]]:
@@ -150,17 +141,13 @@ def _written(build: Builder, found: list[Step]) -> list[tuple[str, fx.Node, fx.N
     return [one for one in named if not why_kept(build.call, one[0])]
 
 
-def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any], root: str) -> None:
+def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
     for position, step in enumerate(found):
         first = step.node.args[0] if step.node.args else None
-        if step.node.target is training_flag:
-            continue  # it stands for an input
         if step.node.target == "item" and isinstance(first, fx.Node) and build.of_node.get(first) in build.places:
             build.of_node[step.node] = build.of_node[first]
         else:
             build.ops.append(_op(build, step, position, env))
-            if next(iter(step.node.meta.get("nn_module_stack") or ()), None) != root:
-                build.beside.add(build.ops[-1].name)
 
 
 def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> Op:
@@ -170,7 +157,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     def leaf(item: Any) -> Any:
         if isinstance(item, fx.Node):
             # A size that does not vary.
-            fixed = item.op != "placeholder" and item.target not in BY_MODE and type(env[item]) in (bool, int, float)
+            fixed = item.op != "placeholder" and type(env[item]) in (bool, int, float)
             return env[item] if fixed else Ref(build.of_node[item])
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 
@@ -193,8 +180,6 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     returned = {build.of_node[node] for node in sharing if node in build.returned}
     writes = tuple(name for name in touched if name in lasting or name in returned)
     name = build.names(_wish(node, target))
-    if unread := returned - lasting:
-        build.unread[name] = frozenset(unread)
     kind = _type(build, changed)
     if called == ENTER_VMAP:
         build.vmaps.append(name)

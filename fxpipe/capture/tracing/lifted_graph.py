@@ -103,7 +103,7 @@ class Piece:
 
     def inputs(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of the graph's inputs."""
-        return feed(self.graph, self.draft, call_of(self.lifted, flat, self.batch_dim), flat, False)
+        return feed(self.graph, self.draft, call_of(self.lifted, flat, self.batch_dim), flat)
 
     def outputs(self, results: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """The results of the traced graph, from the values of the graph's outputs."""

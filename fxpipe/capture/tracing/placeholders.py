@@ -14,11 +14,10 @@ from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Input, Op, Size, State
-from fxpipe.ir.graph.value_types import BATCH, MODE, ScalarType, TensorType, ValueType
+from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType
 
 from .dynamo import Traced
 from .effects.observed_writes import memory
-from .patches.training_flags import training_flag
 from .symbolic_sizes import first_symbols, symbol, type_of
 from .unmade_tensors import Kind, Unmade
 from .value_names import Names, usual_size
@@ -49,8 +48,6 @@ class Builder:
     types: dict[Kind, ValueType] = field(default_factory=dict)  # of the values of ops
     last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last op that reads it
     returned: frozenset[fx.Node] = frozenset()
-    beside: set[str] = field(default_factory=set)  # the ops outside of the model's call
-    unread: dict[str, frozenset[str]] = field(default_factory=dict)  # by op, what it writes that is only returned
     vmaps: list[str] = field(default_factory=list)  # the ops that entered the vmaps which are open
     baked: str | None = None
     draws: int = 0
@@ -86,15 +83,6 @@ def add_inputs(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...
             define(build, at_leaf[id(leaf.twin)], env, name)
     for position, (node, value) in enumerate(zip(placeholders, flat, strict=True)):
         _number(build, position, node, value, env)
-
-
-def add_mode(build: Builder) -> None:
-    """The input that says whether the model trains, if an op reads it."""
-    nodes = [node for node in build.traced.module.graph.nodes if node.target is training_flag]
-    if nodes:
-        name = build.names("training")
-        build.inputs.append(Input(name, MODE, ScalarType("bool"), None))
-        build.of_node |= dict.fromkeys(nodes, name)
 
 
 def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[fx.Node, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from fxpipe.capture.nested_values import Memo, Swap, change
@@ -93,11 +93,6 @@ class ArgumentObjects:
         """Keep what the stand-ins hold, before forward is given them."""
         pairs = ((user, stand_in, holding(stand_in)) for user, stand_in in self.memo.values())
         self._held = [(*pair, held) for *pair, held in pairs if held.attributes or held.items is not None]
-
-    def others(self, objects: Collection[int]) -> set[int]:
-        """Those of these objects, given by their ids, that are neither stand-ins nor the attributes of one."""
-        own = {id(x) for _, stand_in, _ in self._held for x in (stand_in, getattr(stand_in, "__dict__", None))}
-        return {*objects} - own
 
     def restore(self) -> tuple[Any, ...]:
         """Undo all changes of stand-ins. Returns the new values."""

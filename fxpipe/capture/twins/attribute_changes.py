@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,6 @@ class Snapshot:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self.kept = [(holder, dict(vars(holder)), _contents(holder)) for holder in holders(objects)]
-
-    def has(self, objects: Collection[int]) -> bool:
-        """Whether it sees every change of these objects, given by their ids, or others do so: of buffers."""
-        if not objects:
-            return True
-        seen = {id(holder) for holder, _, _ in self.kept}
-        seen |= {id(container) for _, _, contents in self.kept for container, _ in contents.values()}
-        seen |= {id(held[name]) for _, held, _ in self.kept for name in PARTS if name in held}
-        return seen.issuperset(objects)
 
     def restore(self) -> Changes:
         """Put everything back; gives what was there instead."""

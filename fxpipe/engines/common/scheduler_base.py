@@ -81,7 +81,6 @@ class SchedulerBase:
     - `detached`: the inputs that get no gradient.
     - `totals`: the names of the totals of the whole batch, and the names that they are computed from.
     - `random`: whether any stage draws random numbers.
-    - `draws_if`: the input without which none does; empty if there is no such input.
     - `replicas`: for each stage, the labels of the further workers that run it, each on a slice of every micro-batch.
     """
 
@@ -92,7 +91,6 @@ class SchedulerBase:
     detached: tuple[str, ...] = ()
     totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     random: bool = False
-    draws_if: str = ""
     replicas: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
@@ -179,9 +177,7 @@ class SchedulerBase:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # stages on the CPU need the inputs there; the other stages copy them from there
             batch = [x.cpu() if isinstance(x, Tensor) and not (x.is_cpu or x.is_meta) else x for x in batch]
-        given = dict(zip((name for name, _ in self.inputs), batch, strict=True))
-        draws = self.random and bool(given.get(self.draws_if, True))
-        m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, draws)
+        m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, self.random)
         if self.whole is not None:
             for name, value in self.compute_totals(self.whole, batch).items():
                 for micro_batch in m:

@@ -24,7 +24,7 @@ from typing import Any
 
 from fxpipe.errors import file_name
 
-from .value_types import MODE, ObjectType, ScalarType, TensorType, ValueType
+from .value_types import ObjectType, ScalarType, TensorType, ValueType
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ def _define(name: str, known: set[str], where: str) -> None:
 def show(graph: Graph) -> str:
     """The graph as text: one fact per line, with the user's names; without ids and absolute paths, so that it is the
     same on every machine."""
-    mode = "train or eval" if any(i.path == MODE for i in graph.inputs) else "train" if graph.training else "eval"
+    mode = "train" if graph.training else "eval"
     lines = [f"{graph.model}, {mode}", *(f"  input   {i.name}: {i.type}" + _dim(i.batch_dim) for i in graph.inputs)]
     lines += [f"  size    {s.name} = {s.input}.shape[{s.dim}]" for s in graph.sizes]
     lines += [f"  {s.kind:<9}  {s.name}: {s.type}  {' = '.join((s.held, *s.aliases))}" for s in graph.states]

@@ -19,7 +19,6 @@ from .dtypes import DTYPES
 
 Dim = int | str
 BATCH = "b"  # the size of the batch
-MODE = "self.training"  # the path of the input that says whether the model trains
 
 
 @dataclass(frozen=True)

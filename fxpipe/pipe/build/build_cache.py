@@ -25,7 +25,6 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.graph.value_types import BATCH
-from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.units import show_bytes
@@ -86,11 +85,8 @@ class BuildCache:
         code = options.backward == "code"
         # A strategy is for operators of these sizes, and ranks do not agree on whether backward as code needs numbers.
         how["dynamic"] = options.dynamic and options.place is None and not (code and options.ranks)
-        # The user's own rewriting may take an op's arguments for plain values, and ranks agree on the mode.
-        own = options.ranks or options.transforms or options.passes
-        how["both_modes"] = options.place is None and not own
         self.call_capture = CallCapture(model, options.batch_dim, **how)
-        self.step_capture = StepCapture(model, options.batch_dim, **how, whole=how["both_modes"], one_mode=code)
+        self.step_capture = StepCapture(model, options.batch_dim, **how)
         for capture in (self.call_capture, self.step_capture.call_capture):
             capture.twins.frozen_later = options.ranks
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
@@ -106,19 +102,11 @@ class BuildCache:
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         """The model's result; `run` runs the captured graph. In one process, a model without ops is called as it is."""
         try:
-            return self.captured_call(args, kwargs, run)
+            return self.call_capture(args, kwargs, run)
         except NoOps:
             if self.options.ranks:
                 raise
             return self.model(*args, **kwargs)
-
-    def captured_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
-        """The same by what was traced for a step, as long as no call had to be captured by itself."""
-        if self.call_capture.kind is None and (found := self.step_capture.call(args, kwargs, run)) is not None:
-            return found[0]
-        # What a step has shown of the model.
-        self.call_capture.grad_mode.shared &= self.step_capture.call_capture.grad_mode.shared
-        return self.call_capture(args, kwargs, run)
 
     def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
         """The build for a kind of call, and a number, which is 0 in one process (ranks must agree on it)."""
@@ -130,11 +118,7 @@ class BuildCache:
         if self.options.place is not None:
             check_even(batch_size(graph, inputs), self.options.chunks)
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-        return kind_of(graph, self.mode(graph), sizes)
-
-    def mode(self, graph: Graph) -> bool:
-        """The mode that a build for this graph is for; if for both, training, which takes more."""
-        return mode_input(graph) is not None or bool(self.model.training)
+        return kind_of(graph, bool(self.model.training), sizes)
 
     def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
         """The build for a kind of call, made if there is none yet."""
@@ -145,9 +129,9 @@ class BuildCache:
             if trained is not None and not (self.options.ranks or opaques(graph)):  # ranks make all builds together
                 made = in_evaluation(trained)
             else:
-                mode = "training" if self.mode(graph) else "evaluation"
+                mode = "training" if self.model.training else "evaluation"
                 found = () if graph.loss is None else rows(self.step_capture.loss_fn)
-                whole = replace(graph, training=self.mode(graph), fingerprint=found)
+                whole = replace(graph, training=bool(self.model.training), fingerprint=found)
                 with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                     made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
                     if self.step_capture.dynamic:

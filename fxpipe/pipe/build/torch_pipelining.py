@@ -28,7 +28,6 @@ from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_size
-from fxpipe.ir.operators.training_mode import draws_in_training_only, mode_input
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.program import Stage as StageOps
 from fxpipe.passes import PASSES, Pass, lower
@@ -85,9 +84,7 @@ class ChainStage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Keywords are the model's arguments: torch passes them to all stages, but only the first one uses them."""
         known = self._first(args, kwargs) if self.takes is None else self._received(args)
-        mode = mode_input(self.graph) if draws_in_training_only(self.graph) else None
-        drops = mode is None or known.get(mode, True)
-        draw = [Draws(new_seed() if drops else 0, 0, self.device)] if any(op.random for op in self.plan.ops) else []
+        draw = [Draws(new_seed(), 0, self.device)] if any(op.random for op in self.plan.ops) else []
         found = self.stage(*(known[name] for name in self.plan.takes), *draw)
         known |= zip(self.plan.gives, found if len(self.plan.gives) > 1 else (found,), strict=False)
         given = tuple(sendable(known[name], self.device) for name in self.gives.names)
@@ -95,8 +92,7 @@ class ChainStage(nn.Module):
 
     def _first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         inputs = [item.name for item in self.graph.inputs if item.path]
-        mode = {self.made.MODE: self.training} if hasattr(self.made, "MODE") else {}
-        known: dict[str, Any] = dict(zip(inputs, self.made.inputs(*args, **kwargs, **mode), strict=True))
+        known: dict[str, Any] = dict(zip(inputs, self.made.inputs(*args, **kwargs), strict=True))
         return known | {size.name: int(known[size.input].shape[size.dim]) for size in self.graph.sizes}
 
     def _received(self, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -159,9 +159,7 @@ class Loaded(DropInModule):
         return kwargs if target is NO_TARGET else {**kwargs, name: target}
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if hasattr(self.package, "MODE"):
-            kwargs = {**kwargs, self.package.MODE: self.training}
-        elif self.training != self.package.TRAINING:
+        if self.training != self.package.TRAINING:
             kind = "training" if self.package.TRAINING else "evaluation"
             raise InputError(f"this package was saved for {kind}; save another one after pipe.train() or pipe.eval()")
         try:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fxpipe.codegen.package.package_files import save, with_loss, with_mode
+from fxpipe.codegen.package.package_files import save, with_loss
 from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.errors import PackageError
-from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.pipe.build.build import Build
 from fxpipe.pipe.build.build_cache import BuildCache
@@ -35,9 +34,6 @@ def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) ->
     assert made.source is not None
     check_same(made.source, cache.model)
     files = with_loss(made.files, made.program.graph, now) | {FILE: text_of(made.source)}
-    graph = made.program.graph
-    if mode_input(graph) is not None:
-        files = with_mode(files, graph.training, cache.model.training)
     save(made.program, files, path, made.totals, _message_table(cache, made))
 
 

@@ -307,7 +307,7 @@ def _run(cache: BuildCache, case: Case) -> Ran:
     if case.step:
         cache.step_capture.step(case.args, case.kwargs, case.target, case.loss_fn, False, run)
     else:
-        cache.captured_call(case.args, case.kwargs, run)
+        cache.call_capture(case.args, case.kwargs, run)
         backward_from(ran[0].outputs)
     return ran[0]
 

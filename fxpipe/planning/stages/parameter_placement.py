@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.cheap_ops import cheap_ops
-from fxpipe.ir.graph.graph import Graph, Op, State
+from fxpipe.ir.graph.graph import Graph, State
 from fxpipe.ir.graph.legal_cuts import vmaps
-from fxpipe.ir.graph.value_types import MODE, nbytes
+from fxpipe.ir.graph.value_types import nbytes
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan, StagePlan, stage_of
 from fxpipe.ir.plan.profile import Profile
@@ -61,22 +61,12 @@ class Placement:
         return self.profile.first(len(graph.ops))
 
     def _begins_with(self, graph: Graph) -> bool:
-        """Whether the ops of `graph` are the first ones here. The mode of the model may be an input of one graph alone:
-        then only values differ between the modes."""
+        """Whether the ops of `graph` are the first ones here."""
         first, n = self.graph, len(graph.ops)
         known = {state.name: state for state in first.states}
         if graph.states is not first.states and any(known.get(state.name) != state for state in graph.states):
             return False
-        if not {item for item in graph.inputs if item.path != MODE} <= {*first.inputs}:
-            return False
-        if first.ops[:n] == graph.ops:
-            return True
-        modes = [{item.name for item in one.inputs if item.path == MODE} for one in (first, graph)]
-
-        def what(op: Op) -> tuple[object, ...]:
-            return op.name, op.target, op.type, [name for name in op.reads if name not in modes[0] | modes[1]]
-
-        return modes[0] != modes[1] and [*map(what, first.ops[:n])] == [*map(what, graph.ops)]
+        return {*graph.inputs} <= {*first.inputs} and first.ops[:n] == graph.ops
 
 
 def homes(graph: Graph, plan: Plan) -> dict[str, int]:

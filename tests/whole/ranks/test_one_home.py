@@ -35,8 +35,8 @@ def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:
         assert others[0] == f"{left}: ValueError: no more data"
 
 
-SAMPLE = [(PAIR, 0, 4), (THREE, 0, 2), (ALL, 0, 1)]
-MORE = [(PAIR, 4, 6), (THREE, 2, 2), (ALL, 1, 2)]
+SAMPLE = [(PAIR, 0, 8), (THREE, 0, 4), (ALL, 0, 2)]
+MORE = [(PAIR, 8, 16), (THREE, 4, 4), (ALL, 8, 4)]
 
 
 def play(pool: Pool, ranks: tuple[int, ...], first: int, count: int) -> None:

@@ -38,8 +38,7 @@ class LayerTrace:
     - `module`: the graph; `guards`: what it asks of sizes.
     - `layer`: the first one; `paths`: its modules by id.
     - `result`: what forward returns, with the numbers of the graph's outputs.
-    - `one_mode`: whether it is for training or for evaluation only; `flagged`: the modules whose flags are its ops.
-    - `asked`, `floats`: as in `GradientMode` and `Traced`.
+    - `floats`: those that numpy made of plain numbers.
     - `objects`: the ids of the objects that it reads; `variables`: the context variables.
     - `known`: what the nodes make, by the kinds of the arguments, in the trace of the model that has this `mode`.
     """
@@ -50,9 +49,6 @@ class LayerTrace:
     sizes: dict[fx.Node, tuple[int, int]]
     paths: dict[int, str]
     result: Pattern = None
-    one_mode: bool = False
-    flagged: tuple[str, ...] = ()
-    asked: str = ""
     floats: tuple[float, ...] = ()
     known: dict[Any, dict[fx.Node, Any]] = field(default_factory=dict)
     objects: frozenset[int] = frozenset()

@@ -29,8 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxpipe.capture.tracing.effects.observed_writes import Effects, memory
 from fxpipe.capture.tracing.effects.python_effects import PythonEffects, changed
 from fxpipe.capture.tracing.patches.context_variables import Contexts
-from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
-from fxpipe.capture.tracing.patches.training_flags import TrainingFlags, training_flag
 from fxpipe.capture.tracing.unmade_tensors import made_by_op
 from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
 
@@ -48,8 +46,6 @@ numbers = itertools.count()
 class Outer:
     """The trace of the model that is being taken: what it has seen, which that of a layer sees too."""
 
-    flags: TrainingFlags | None
-    grad_mode: GradientMode
     contexts: Contexts
     floats: list[float]
     effects: list[PythonEffects]
@@ -242,16 +238,13 @@ class Layers:
     @contextmanager
     def _alone(self, outer: Outer) -> Iterator[None]:
         """A context in which what the model's trace has seen is laid aside, while a layer is traced."""
-        contexts, mode = outer.contexts, outer.grad_mode
-        before, asked = (contexts.output, contexts.values), mode.asked
+        contexts = outer.contexts
+        before = contexts.output, contexts.values
         contexts.output, contexts.values = None, {}
-        mode.asked, mode.inside = "", True
         try:
-            with outer.flags.inner() if outer.flags is not None else _nothing():
-                yield
+            yield
         finally:
             contexts.output, contexts.values = before
-            mode.asked, mode.inside = asked, False
 
     def _function(self, kind: type) -> LayerFunction:
         if kind not in self._functions:
@@ -268,14 +261,7 @@ class Layers:
         trace.objects, trace.variables = effects.reached, frozenset(outer.contexts.values)
         if outer.contexts.left:
             raise NoLeaf("it sets a context variable")
-        trace.asked, trace.floats = outer.grad_mode.asked, tuple(outer.floats)
-        if outer.flags is not None:
-            shared, modules = outer.flags.settle(trace.module.graph)
-            trace.one_mode = bool(modules) and not shared
-            if any(node.target is training_flag for node in trace.module.graph.nodes):
-                if not all(key in trace.paths for key in modules):
-                    raise NoLeaf("it asks another module for its mode")
-                trace.flagged = tuple(trace.paths[key] for key in modules)
+        trace.floats = tuple(outer.floats)
 
     def _check(self, call: LayerCall, outer: Outer) -> None:
         """What the trace of a layer says of that of the model, and of this layer. Raises NoLeaf."""
@@ -285,12 +271,7 @@ class Layers:
             raise NoLeaf("it reaches modules by other ways than the model")
         if any(isinstance(x, Tensor) and not (id(x) in twins.of or _is_one(x, call.given)) for x in call.taken):
             raise NoLeaf("it reads a tensor that is no parameter or buffer")
-        outer.grad_mode.asked = outer.grad_mode.asked or trace.asked
         outer.floats.extend(trace.floats)
-        if outer.flags is not None:
-            flagged = [call.layer.get_submodule(path) for path in trace.flagged]
-            if not outer.flags.take(trace.one_mode, flagged):
-                raise NoLeaf("a part of it is not in the mode of the model")
 
 
 def modes() -> tuple[Any, ...]:
@@ -319,11 +300,6 @@ def leads_to(layer: nn.Module) -> set[int]:
 
 def _is_one(tensor: Tensor, of: tuple[Tensor, ...]) -> bool:
     return any(tensor is one for one in of)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _in_place(value: Any, hollows: dict[int, Tensor]) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from fxpipe.capture.tracing.dynamo import Route
+from typing import Any
 
 from .leaves import Layers
 
@@ -14,12 +13,12 @@ MOST = 4  # so many are kept
 class Routes:
     """The routes of a model with its layers, the one that was right last first; `begin` makes a new one."""
 
-    def __init__(self, begin: Callable[[], Route], layers: Layers) -> None:
+    def __init__(self, begin: Callable[[], Callable[..., Any]], layers: Layers) -> None:
         self._begin, self._layers = begin, layers
         self._all = [begin()]
 
     @property
-    def first(self) -> Route:
+    def first(self) -> Callable[..., Any]:
         return self._all[0]
 
     def anew(self) -> None:

@@ -13,8 +13,6 @@ from torch.fx.experimental.sym_node import SymNode
 
 from fxpipe.capture.capture_errors import line_of
 from fxpipe.capture.tracing.effects.observed_writes import as_fake
-from fxpipe.capture.tracing.patches.training_flags import training_flag
-from fxpipe.ir.operators.training_mode import either
 
 from .layer_trace import LayerCall, NoLeaf
 
@@ -44,8 +42,6 @@ def run_layer(call: LayerCall, fakes: Sequence[Tensor], slots: Mapping[int, Any]
 
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    if node.target in (training_flag, either):
-        return node.meta["example_value"]
     if (frame := line_of(node)) is not None:
         TracingContext.set_current_loc(frame.file, frame.line, "forward")
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
