@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.errors import InputError, did_you_mean
+from fxpipe.torch_internals.compiling.dynamic_sizes import let_vary
 
 from .nested_values import change
 
@@ -192,7 +193,7 @@ class Arguments:
         if made is None:
             made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
             for each in {*lengths, *(() if dim is None else (dim,))}:
-                torch._dynamo.maybe_mark_dynamic(made, each)
+                let_vary(made, each)
             if len(self.twins) > 1000:
                 self.twins.clear()  # a program whose shapes never repeat
             self.twins[key] = made

@@ -14,11 +14,12 @@ from .call_arguments import Call
 @dataclass(frozen=True)
 class CallSignature:
     """A summary of a kind of call: the mode of the model, for each tensor its path and its type as text, with "b" for
-    the batch, and the type that autocast gives, if it is on, by device."""
+    the batch, the type that autocast gives, if it is on, by device, and whether gradients are on."""
 
     training: bool
     tensors: tuple[tuple[str, str], ...]
     autocast: tuple[tuple[str, str], ...] = ()
+    grad: bool = True
 
 
 def signature_of(call: Call, training: bool) -> CallSignature:
@@ -26,7 +27,7 @@ def signature_of(call: Call, training: bool) -> CallSignature:
     tensors = tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values())
     kinds = dict.fromkeys(("cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")))
     cast = {kind: _name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)}
-    return CallSignature(training, tensors, tuple(cast.items()))
+    return CallSignature(training, tensors, tuple(cast.items()), torch.is_grad_enabled())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -59,6 +60,8 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
         same = [one for one in before if one.training == new.training and dict(one.tensors) == now]
         if all(one.autocast != new.autocast for one in same):
             return _of_autocast(new) + ", and was " + _of_autocast(same[-1]).removeprefix("autocast is ")
+        if all(one.grad != new.grad for one in same):
+            return "gradients are on, and were off" if new.grad else "gradients are off, and were on"
         return "something else that the model depends on has changed"
     last = next((one for one in reversed(alike) if one.keys() == now.keys()), None)
     if last is None:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from .capability import Capability
 
@@ -20,8 +29,20 @@ ACTIVE_MODES = Capability(
     since="2.0",
     without="compiled stages are called through torch.compile's own checks, which takes longer",
 )
+MODE_STACKS = Capability(
+    what="the modes of this thread, and a context without them",
+    names=(
+        "torch.overrides._get_current_function_mode_stack",
+        "torch.utils._device.DeviceContext",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    ),
+    since="2.1",
+    without="fxpipe does not start: nothing else says that a mode would see some stages only",
+    needed=True,
+)
 
-__all__ = ["TorchDispatchMode", "modes_are_active"]
+__all__ = ["TorchDispatchMode", "active_modes", "modes_are_active", "without_modes"]
 
 
 def modes_are_active() -> bool:
@@ -29,3 +50,14 @@ def modes_are_active() -> bool:
     if not ACTIVE_MODES.there:
         return True
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def active_modes() -> list[Any]:
+    """The modes that see what this thread does, without that of the default device."""
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [*(mode for mode in functions if not isinstance(mode, DeviceContext)), *_get_current_dispatch_mode_stack()]
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which no mode sees what ops do."""
+    return _disable_current_modes()

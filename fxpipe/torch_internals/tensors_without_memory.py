@@ -5,14 +5,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as UnknownSize
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capability import Capability
 
 FAKE_TENSORS = Capability(
     what="tensors without memory",
-    names=("torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    names=(
+        "torch._dispatch.python.enable_python_dispatcher",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch._subclasses.fake_tensor.unset_fake_temporarily",
+        "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
+    ),
     since="1.13",
     without="fxpipe does not start: torch.compile's own tracing stands on them, so every version has them",
     needed=True,
@@ -28,12 +35,25 @@ SYMBOLIC_SIZES = Capability(
     without='backward="code" is refused for sizes that vary',
 )
 
-__all__ = ["FakeTensor", "FakeTensorMode", "Symbols", "python_kernels", "unset_fake_temporarily"]
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "Symbols", "UnknownSize", "depends_on_data", "own_kernels", "python_kernels",
+    "unset_fake_temporarily",
+]  # fmt: skip
 
 
 def python_kernels() -> AbstractContextManager[Any]:
     """A context in which ops run by their kernels in Python, since some of the others know no symbols."""
     return enable_python_dispatcher()
+
+
+def own_kernels() -> AbstractContextManager[Any]:
+    """A context in which ops run by their own kernels, also inside of `python_kernels`."""
+    return no_python_dispatcher()
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a size, or one of a tensor's, is known only when the op that makes it has run."""
+    return bool(free_unbacked_symbols(value))
 
 
 class Symbols:

@@ -23,7 +23,6 @@ from fxpipe.capture import capture
 from fxpipe.codegen.package.load_package import bind, load_package, unload
 from fxpipe.codegen.package.package_files import constants, write
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.pipe.build import build as whole_build
 from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
@@ -122,7 +121,7 @@ def results_of(name: str, chunks: int) -> list[Result]:
 def pipeline_of(graph: Graph, model: nn.Module, config: Config, call: Any) -> Iterator[Callable[..., Any]]:
     """A pipeline for a graph that was captured before, called as the model is."""
     devices, chunks, checkpoint = config
-    found: dict[str, Any] = {mode: graph.training} if (mode := mode_input(graph)) is not None else {}
+    found: dict[str, Any] = {}
     match(graph.call, call, found)
     flat = [found[item.name] for item in graph.inputs if item.path]
     labels = device_labels(devices)

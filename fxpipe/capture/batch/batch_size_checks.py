@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-from torch._dynamo.source import TensorPropertySource
-from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import refuse
@@ -21,6 +19,7 @@ from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.errors import CaptureError, file_name
 from fxpipe.ir.graph.graph import UNKNOWN, Graph
 from fxpipe.ir.graph.value_types import BATCH
+from fxpipe.torch_internals.compiling.dynamic_sizes import is_of_tensor, printed
 
 from .batch_dimension import batch_dims
 
@@ -70,7 +69,7 @@ def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
         expression = guard.expr.xreplace(integers)
         if expression == sympy.true:  # of two sizes of the batch, which are equal
             continue
-        said = _Printer().doprint(expression)
+        said = printed(expression)
         of_batch = BATCH in {names[s] for s in guard.expr.free_symbols}
         found.append(f"{BATCH} == 1 or {said}" if of_batch and not _asked_by_user(guard) else said)
     found += [f"{BATCH} == {call.rows}"] if draft.baked is not None else []
@@ -83,19 +82,12 @@ def _fixes_a_size(expression: Any, env: Any) -> bool:
     if not isinstance(expression, sympy.Eq) or not any(isinstance(side, sympy.Integer) for side in expression.args):
         return False
     sources = [source for symbol in expression.free_symbols for source in env.var_to_sources.get(symbol, ())]
-    return bool(sources) and all(isinstance(source, TensorPropertySource) for source in sources)
+    return bool(sources) and all(map(is_of_tensor, sources))
 
 
 def _least(env: Any, symbol: sympy.Symbol) -> Any:
     found = env.var_to_range.get(symbol)
     return None if found is None else found.lower
-
-
-class _Printer(PythonPrinter):
-    """Python as it may stand in a file: torch's own, whose names are those of ours."""
-
-    def _print_Symbol(self, expr: sympy.Symbol) -> str:
-        return str(expr.name)
 
 
 def check_outputs(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]]) -> None:

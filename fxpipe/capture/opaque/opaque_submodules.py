@@ -63,7 +63,7 @@ class Piece:
         call.opaque, call.piece = self.opaque, self  # type: ignore[attr-defined]
         name = self.opaque.path.rpartition(".")[2]
         call.__name__ = name if name.isidentifier() else type(module).__name__.lower()  # what the result is called
-        op = torch._dynamo.allow_in_graph(call)  # type: ignore[no-untyped-call]
+        op = torch.compiler.allow_in_graph(call)  # type: ignore[no-untyped-call]
 
         def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo, and never run
             tensors = [getattr(part, key) for _, part, key in places]

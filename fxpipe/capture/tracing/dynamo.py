@@ -21,21 +21,19 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo import convert_frame
-from torch._dynamo.guards import DeletedGuardManagerWrapper
-from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin, tensor
 from torch._dynamo.variables.torch import tracing_state_functions
-from torch._guards import TracingContext
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.runtime.interrupts import Interrupts
+from fxpipe.torch_internals.compiling.compiled_code import compiled_for, forget_with, is_switched_off, one_at_a_time
+from fxpipe.torch_internals.compiling.dynamic_sizes import size_of_tensor
+from fxpipe.torch_internals.compiling.trace_context import guarded
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode
 
 from .composite_ops import composed_in_python, one_step
 from .effects.python_effects import PythonEffects, python_effects
@@ -128,7 +126,7 @@ def dynamo(
         names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         effects = configured.effects[-1] if configured.effects else PythonEffects()
-        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), _guarded(), effects, placed))
+        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), guarded(), effects, placed))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
@@ -138,7 +136,7 @@ def dynamo(
     run = context(fresh)
 
     def call(*given: Any) -> Any:
-        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+        if is_switched_off():
             raise CaptureError(SWITCHED_OFF)
         refused: Refused | None = None
         while True:
@@ -158,35 +156,16 @@ def dynamo(
                 if leaves is not None:
                     leaves.forget()
 
-    # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
-    weakref.finalize(call, reset_code, fresh.__code__).atexit = False
+    forget_with(call, fresh)
     return call
 
 
 def _known(function: FunctionType, given: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What Dynamo has compiled for calls like this one: the code whose guards hold. Dynamo finds it too, but first sets
-    all of its own state, and restores it afterwards, which takes as long as many small ops."""
+    """What was compiled for calls like this one."""
     if is_fx_symbolic_tracing() or torch._C._is_tracing():  # Dynamo says why it refuses these
         return None
-    entries: list[Any] = _debug_get_cache_entry_list(function.__code__)
-    named = dict(zip(function.__code__.co_varnames, given, strict=False))
-    for entry in entries:
-        guards = entry.guard_manager
-        if not isinstance(guards, DeletedGuardManagerWrapper) and guards.check(named):
-            return FunctionType(entry.code, function.__globals__)
-    return None
-
-
-def _guarded() -> Callable[[], list[Any]]:
-    """A function that returns the guarded objects of the current trace; they are known when the trace is over."""
-    guards = list(TracingContext.get().guards_context.dynamo_guards)
-
-    def guarded() -> list[Any]:
-        seen = [guard.obj_weakref() for guard in guards if isinstance(guard.obj_weakref, weakref.ref)]
-        guards.clear()
-        return seen
-
-    return guarded
+    found = compiled_for(function, given)
+    return None if found is None else found.run
 
 
 def _fresh(function: Callable[..., Any]) -> FunctionType:
@@ -238,7 +217,7 @@ class _Configured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.starts()
         # Settings are those of the whole process, so no other thread may compile meanwhile, ours or not.
-        with convert_frame.compile_lock, ExitStack() as settings:
+        with one_at_a_time(), ExitStack() as settings:
             known: dict[str, Any] = {
                 key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)
             }
@@ -350,9 +329,8 @@ def _name(placeholder: fx.Node) -> str | tuple[str, int]:
 
 def _size(source: Any) -> str | tuple[str, int]:
     """How Dynamo spells where a value comes from: (name, dim) for the size of a tensor."""
-    if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx is not None:
-        return source.base.name, source.idx
-    return str(source.name)
+    found = size_of_tensor(source)
+    return str(source.name) if found is None else (found[0].name, found[1])
 
 
 def source_name(placeholder: fx.Node) -> str:

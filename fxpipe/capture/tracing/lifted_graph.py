@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fxpipe.capture.batch.batch_size_checks import baking_line, check_sizes
 from fxpipe.capture.batch.mixed_samples import Reduce
@@ -31,6 +28,9 @@ from fxpipe.capture.finish_graph import Finished, Seen, feed, finish, stand_ins
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Origin, called
+from fxpipe.torch_internals.compiling.dynamic_sizes import VaryingNumbers
+from fxpipe.torch_internals.operator_classes import HigherOrderOperator
+from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
 
 from .dynamo import Traced, is_boxed, source_name
 from .fx_to_graph import Draft, Owner, draft, origin_of
@@ -268,8 +268,8 @@ def retrace(lifted: Lifted, flat: tuple[Any, ...], call: Call) -> Traced:
     module = copy_of(lifted.module)
     inline_checkpoints(module)
     nodes, arguments = placeholders(module), lifted.arguments
-    env = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    numbers = VaryingNumbers()
+    mode = FakeTensorMode(shape_env=numbers.env, allow_non_fake_inputs=True)
     sizes = _sizes_of(nodes, call, flat)
     fakes: dict[int, Any] = {}
     names: list[str | tuple[str, int]] = [item.path for item in arguments]
@@ -277,12 +277,11 @@ def retrace(lifted: Lifted, flat: tuple[Any, ...], call: Call) -> Traced:
         if isinstance(value, Tensor):
             dim = call.leaves[id(value)].batch_dim if id(value) in call.leaves else None
             given = arguments[place].kind == "input"
-            fakes[place] = fake(mode, value, nodes[place].meta["example_value"] if given else value, dim, place)
+            fakes[place] = fake(
+                numbers, mode, value, nodes[place].meta["example_value"] if given else value, dim, place
+            )
             if arguments[place].kind == "number":
-                number = env.create_unspecified_symbol(
-                    value.item(), ConstantSource(f"item_{place}"), DimDynamic.DYNAMIC
-                )
-                fakes[place].item_memo = env.create_symfloatnode(number, hint=value.item())
+                fakes[place].item_memo = numbers.floating(value.item(), f"item_{place}")
     for place, value in enumerate(flat):
         traced = nodes[place].meta["example_value"]
         if varies(traced) and traced.node.expr in sizes:
@@ -291,10 +290,9 @@ def retrace(lifted: Lifted, flat: tuple[Any, ...], call: Call) -> Traced:
         elif not varies(traced):
             fakes.setdefault(place, value)
         else:
-            source = ConstantSource(f"number_{place}")
-            fakes[place] = env.create_unspecified_symint_and_symbol(value, source, DimDynamic.DYNAMIC)
+            fakes[place] = numbers.whole(value, f"number_{place}")
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             del node.meta["example_value"]  # it is of the other mode
     for place, node in enumerate(nodes):
         node.meta = node.meta | {"example_value": fakes[place]}
@@ -302,15 +300,12 @@ def retrace(lifted: Lifted, flat: tuple[Any, ...], call: Call) -> Traced:
     return Traced(module, mode, tuple(names), boxed)
 
 
-def fake(mode: FakeTensorMode, value: Tensor, traced: Tensor, batch_dim: int | None, place: int) -> Tensor:
+def fake(
+    numbers: VaryingNumbers, mode: FakeTensorMode, value: Tensor, traced: Tensor, batch_dim: int | None, place: int
+) -> Tensor:
     """The argument without memory; its batch dimension and those that vary in torch.compile's trace have symbols."""
-    source = ConstantSource(f"argument_{place}")
     symbols = [dim == batch_dim or varies(size) for dim, size in enumerate(traced.shape)]
-    if not any(symbols):
-        return mode.from_tensor(value if value.dim() == 0 else hollow(dense(value)), static_shapes=True, source=source)
-    sizes = [DimDynamic.DYNAMIC if symbol else DimDynamic.STATIC for symbol in symbols]
-    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    return mode.from_tensor(hollow(dense(value)), source=source, symbolic_context=context)
+    return numbers.tensor(mode, value if value.dim() == 0 else hollow(dense(value)), f"argument_{place}", symbols)
 
 
 def _sizes_of(nodes: Sequence[fx.Node], call: Call, flat: tuple[Any, ...]) -> dict[Any, tuple[int, int]]:

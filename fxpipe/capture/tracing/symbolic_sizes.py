@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.value_types import IN_VMAP, Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 
 from .unmade_tensors import Unmade
 
@@ -48,7 +49,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
 
 def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
     """The type of a traced value. Inside a vmap a tensor is an object that lives there only."""
-    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if isinstance(value, Tensor) and in_vmap(value):
         return IN_VMAP
     if isinstance(value, (Tensor, Unmade)):
         shape = tuple(text(size, names) for size in value.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import FunctionType
@@ -13,13 +12,14 @@ from torch import nn
 
 from fxpipe.torch_internals.capability import Capability
 
+from .compiled_code import forget_with
+
 COMPILER = Capability(
     what="torch.compile, with a call of ours around each compilation",
     names=(
         "torch._dynamo.optimize",
         "torch._dynamo.config.patch",
         "torch._functorch.config.patch",
-        "torch._C._dynamo.eval_frame.reset_code",
     ),
     since="2.4",
     without="compile_stages is refused",
@@ -62,8 +62,7 @@ def compiled(
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     context.callback = _Around(context.callback, around)
     run: Callable[..., Any] = context(function)
-    # Dynamo's table from compiled to original code keeps both alive.
-    weakref.finalize(owner, torch._C._dynamo.eval_frame.reset_code, function.__code__).atexit = False
+    forget_with(owner, function)
     return run
 
 

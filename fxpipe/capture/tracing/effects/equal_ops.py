@@ -18,12 +18,11 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.capture.tracing.unmade_tensors import Kind, Memory, Unmade, rebuilt, settled
 from fxpipe.ir.graph.graph import Region
+from fxpipe.torch_internals.compiling.vmap_levels import in_vmap, outside_of_vmaps, vmap_is_entered
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode, depends_on_data
 
 # Where the functions are that depend on their arguments alone. Others, such as a custom op's, run each time.
 HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, operator)
@@ -76,12 +75,12 @@ class EqualOps:
         for tensor in tensors_in(value):
             if isinstance(tensor, Tensor):
                 self.objects.add(id(tensor))
-                if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                if not in_vmap(tensor):
                     self.storages.add(_storage(tensor))
 
     def key(self, node: fx.Node, args: Any, kwargs: Any, regions: tuple[Region, ...]) -> Hashable | None:
         """What equal ops have in common; None if the op has to run."""
-        if torch._C._functorch.peek_interpreter_stack() is not None or not depends_on_arguments(node):
+        if vmap_is_entered() or not depends_on_arguments(node):
             return None
         try:
             given = self._frozen((args, kwargs))
@@ -140,7 +139,7 @@ class EqualOps:
         for tensor in tensors_in(value):
             memory = tensor.memory if isinstance(tensor, Unmade) else self.memories.get(_address(tensor))
             if memory is not None and memory.waiting:
-                with temporarily_clear_interpreter_stack():
+                with outside_of_vmaps():
                     self._make(memory)
         return _changed(value)
 
@@ -157,7 +156,7 @@ class EqualOps:
             numbers = value if isinstance(value, tuple) else (value,)
             # Of a tensor's kind only sizes and properties are known; a float is one of its elements.
             element = isinstance(value, (float, torch.SymFloat)) and next(tensors_in((args, kwargs)), None) is not None
-            if not element and not any(isinstance(one, SYMBOLIC) and free_unbacked_symbols(one) for one in numbers):
+            if not element and not any(isinstance(one, SYMBOLIC) and depends_on_data(one) for one in numbers):
                 self.known[key] = Known((), None, random, value)
             return
         found = self._described(value, args, kwargs)
@@ -212,7 +211,7 @@ class EqualOps:
                 return None
             elif address in storages:
                 place = ("view", storages.index(address))
-            elif address in self.storages or address in own or bool(free_unbacked_symbols(item)):
+            elif address in self.storages or address in own or bool(depends_on_data(item)):
                 return None
             else:
                 own.add(address)
@@ -306,7 +305,7 @@ def _storage(tensor: Tensor | Unmade) -> int:
 
 def _address(tensor: Tensor) -> int:
     """The address of its memory; 0 inside a vmap, where none is known."""
-    return 0 if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else _storage(tensor)
+    return 0 if in_vmap(tensor) else _storage(tensor)
 
 
 def _changed(value: Any) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture.tracing.unmade_tensors import Unmade
+from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
+from fxpipe.torch_internals.op_modes import TorchDispatchMode
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
 SILENT_WRITES = {
@@ -71,7 +72,7 @@ def memory(value: Any) -> Iterator[int]:
     """The storages of a value. A tensor inside a vmap has none that is known."""
     if isinstance(value, Unmade):
         yield value.memory.address
-    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if isinstance(value, Tensor) and in_vmap(value):
         return
     if isinstance(value, Tensor):
         yield value.untyped_storage()._cdata

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import convert_frame
-from torch._guards import TracingContext, tracing
 from torch._prims_common import compute_required_storage_length
-from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.capture.tracing.composite_ops import composed_in_python, drops, one_step
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.unmade_tensors import MADE, settled
 from fxpipe.ir.graph.graph import Region
+from fxpipe.torch_internals.compiling.compiled_code import one_at_a_time
+from fxpipe.torch_internals.compiling.trace_context import in_a_trace, say_where
+from fxpipe.torch_internals.grad_mode import gradient_setter
+from fxpipe.torch_internals.operator_classes import HigherOrderOperator, OpOverload
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, UnknownSize, python_kernels
 
 from .equal_ops import EqualOps
 from .observed_writes import Effects, as_fake
@@ -33,7 +33,8 @@ from .recorded_runs import Ran, recorded
 
 # What `x.data = y` is in a graph: from torch 2.14 on it is the second.
 SET_DATA = {torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None)}
-ENTER_GRAD = {torch._C._set_grad_enabled}
+set_grad = gradient_setter()
+ENTER_GRAD = {set_grad}
 REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
 ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
 
@@ -58,14 +59,14 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
     equal, taken = EqualOps(traced.mode, _run), set[Ran]()
     grad = torch.is_grad_enabled()
     # What replaces functions of torch's does so for the whole process, so no other thread may capture meanwhile.
-    with convert_frame.compile_lock, ExitStack() as contexts:
+    with one_at_a_time(), ExitStack() as contexts:
         contexts.enter_context(torch.inference_mode(False))
         contexts.enter_context(torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()))
         contexts.enter_context(traced.mode)
-        contexts.enter_context(enable_python_dispatcher())  # as Dynamo does: an LSTM in C++ counts to the batch size
+        contexts.enter_context(python_kernels())  # as Dynamo does: an LSTM in C++ counts to the batch size
         contexts.enter_context(one_step())
         contexts.enter_context(composed_in_python())
-        contexts.enter_context(tracing(TracingContext(traced.mode)))
+        contexts.enter_context(in_a_trace(traced.mode))
         effects = contexts.enter_context(Effects())
         ambient = torch.is_grad_enabled()
         for node in traced.module.graph.nodes:
@@ -146,7 +147,7 @@ def _step(
 def _say_where(node: fx.Node) -> None:
     """Let the next guards have the user's line of the node."""
     if (frame := line_of(node)) is not None:
-        TracingContext.set_current_loc(frame.file, frame.line, "forward")
+        say_where(frame.file, frame.line)
 
 
 def _dead_numbers(graph: fx.Graph) -> set[fx.Node]:
@@ -173,12 +174,12 @@ def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and "example_value" in node.meta:
+    if isinstance(node.target, HigherOrderOperator) and "example_value" in node.meta:
         return node.meta["example_value"]
     assert callable(node.target)
     try:
         return as_fake(node.target(*args, **kwargs))
-    except GuardOnDataDependentSymNode as error:  # Dynamo took the value that a tensor had before forward wrote to it
+    except UnknownSize as error:  # Dynamo took the value that a tensor had before forward wrote to it
         raise refusal(error, modules_around(node), line_of(node)) from None
 
 
@@ -190,7 +191,7 @@ def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | N
         open[:] = [(key, region) for key, region in open if key is not None or region.kind != "grad"]
         if enabled != ambient:
             open.append((None, Region("grad", (enabled,))))
-        torch._C._set_grad_enabled(enabled)
+        set_grad(enabled)
     elif name == "_enter_autocast":
         device, dtype, on, cache = (*node.args, None, None, None)[:4]
         open.append((node, Region("autocast", (device, dtype, True if on is None else on, cache))))
@@ -202,15 +203,15 @@ def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | N
         env[node] = torch.is_grad_enabled()
         enabled = not node.args[0] and torch.is_grad_enabled()
         open.append((node, Region("grad", (enabled,))))
-        torch._C._set_grad_enabled(enabled)
+        set_grad(enabled)
     else:
         open[:] = [(key, region) for key, region in open if key is not node.args[0]]
-        torch._C._set_grad_enabled(env[node.args[0]])  # type: ignore[index]
+        set_grad(env[node.args[0]])  # type: ignore[index]
 
 
 def _name(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target._opname)
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch._dynamo.utils
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.capture.tracing.patches.patched import patched
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, depends_on_data
 
 from .equal_ops import depends_on_arguments, tensors_in
 from .observed_writes import Effects, as_fake, memory
@@ -93,7 +92,7 @@ def _is_plain(value: Any) -> bool:
     """Whether this is a fake tensor, or several: no number, and without sizes that depend on data."""
     if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
         return bool(value) and all(map(_is_plain, value))
-    return type(value) is FakeTensor and value.constant is None and not free_unbacked_symbols(value)
+    return type(value) is FakeTensor and value.constant is None and not depends_on_data(value)
 
 
 def _flags(args: Any, kwargs: Any) -> list[tuple[Any, ...]] | None:

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo.guards import DeletedGuardManagerWrapper
-from torch._dynamo.source import TensorProperty, TensorPropertySource
-from torch._guards import TracingContext
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.capture.tracing.effects.recorded_runs import RAN
 from fxpipe.capture.tracing.storageless_tensors import like_traced
+from fxpipe.torch_internals.compiling.compiled_code import CompiledCode, compiled_for, forget_with
+from fxpipe.torch_internals.compiling.dynamic_sizes import let_vary, size_of_tensor
+from fxpipe.torch_internals.compiling.trace_context import guarded
+from fxpipe.torch_internals.operator_classes import HigherOrderOperator
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode, depends_on_data
 
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
 
@@ -54,19 +53,13 @@ class LayerTrace:
     objects: frozenset[int] = frozenset()
     variables: frozenset[Any] = frozenset()
     mode: FakeTensorMode | None = None
-    guarded: list[Any] = field(default_factory=list)
+    reached: Callable[[], list[Any]] = list
 
     def known_in(self, mode: FakeTensorMode) -> dict[Any, dict[fx.Node, Any]]:
         """`known` of the model's trace with this mode of fake tensors: those of another one are of no use in it."""
         if self.mode is not mode:
             self.mode, self.known = mode, {}
         return self.known
-
-    def reached(self) -> list[Any]:
-        """The objects that Dynamo guards, once."""
-        found = [guard.obj_weakref() for guard in self.guarded if isinstance(guard.obj_weakref, weakref.ref)]
-        self.guarded.clear()
-        return found
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -81,18 +74,17 @@ class LayerTrace:
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """A call of a layer while the model is traced: its trace, the values that the trace took, the stand-ins of the
-    arguments, and Dynamo's guards with what they look at."""
+    arguments, and what torch.compile has made of it."""
 
     trace: LayerTrace
     layer: nn.Module
     taken: tuple[Any, ...]
     given: tuple[Tensor, ...]
-    guards: Any
-    named: dict[str, Any]
+    compiled: CompiledCode
 
     def holds(self) -> bool:
         """Whether the trace is right for this layer as it is now."""
-        return not isinstance(self.guards, DeletedGuardManagerWrapper) and bool(self.guards.check(self.named))
+        return self.compiled.holds()
 
 
 def call_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +110,7 @@ class LayerFunction:
             return function._traced(module, own)
 
         self.compiled = torch._dynamo.optimize(backend, nopython=True, dynamic=False)(self.function)
-        weakref.finalize(self, reset_code, self.function.__code__).atexit = False
+        forget_with(self, self.function)
 
     def _traced(self, module: fx.GraphModule, own: weakref.ref[LayerFunction]) -> Callable[..., Any]:
         assert self._layer is not None
@@ -134,7 +126,7 @@ class LayerFunction:
             paths[id(part)] = path
         guards = tuple(env.guards) if env is not None else ()
         trace = LayerTrace(copied, guards, self._layer, dict(_sizes(nodes)), paths)
-        trace.guarded = list(TracingContext.get().guards_context.dynamo_guards)
+        trace.reached = guarded()
         _check(copied)
         self.note(trace)
         made = [output.meta["example_value"] for output in trace.outputs]
@@ -151,18 +143,17 @@ class LayerFunction:
     def call(self, layer: nn.Module, args: Any, kwargs: Any, given: tuple[Tensor, ...]) -> LayerCall:
         """Call the function. `args` and `kwargs` have stand-ins, which are `given`. Raises NoLeaf, and whatever Dynamo
         raises."""
-        named = dict(zip(self.function.__code__.co_varnames, (layer, args, kwargs), strict=False))
         self._seen.clear()
         self._layer = layer
         try:
-            entry = self._entry(named)
-            if entry is not None:
-                result = FunctionType(entry.code, self.function.__globals__)(layer, args, kwargs)
+            known = compiled_for(self.function, (layer, args, kwargs))
+            if known is not None:
+                result = known.run(layer, args, kwargs)
             else:
                 with torch._dynamo.config.patch(force_compile_during_fx_trace=True):  # while the model is traced
                     result = self.compiled(layer, args, kwargs)
-                entry = self._entry(named)
-            if entry is None or len(self._seen) != 1:
+                known = compiled_for(self.function, (layer, args, kwargs))
+            if known is None or len(self._seen) != 1:
                 raise NoLeaf("no call of it is like another")
             [(trace, taken, results)] = self._seen
         finally:
@@ -170,15 +161,7 @@ class LayerFunction:
             self._seen.clear()
         numbers = {id(made): number for number, made in enumerate((*results, *given))}
         trace.result = pattern(result, numbers, len(results))
-        return LayerCall(trace, layer, taken, given, entry.guard_manager, named)
-
-    def _entry(self, named: dict[str, Any]) -> Any:
-        """What Dynamo has compiled for such a call."""
-        for entry in _debug_get_cache_entry_list(self.function.__code__):
-            guards = entry.guard_manager
-            if not isinstance(guards, DeletedGuardManagerWrapper) and guards.check(named):
-                return entry
-        return None
+        return LayerCall(trace, layer, taken, given, known)
 
 
 def pattern(result: Any, numbers: dict[int, int], count: int) -> Pattern:
@@ -224,7 +207,7 @@ def hollow_like(fake: Any, marked: bool = False) -> Tensor:
     """A tensor without memory like a fake one; `marked`: its sizes that vary may do so in a trace. Raises NoLeaf."""
     if type(fake) is not FakeTensor or fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
         raise NoLeaf(f"it takes or gives a {type(fake).__name__} that is no plain tensor")
-    if free_unbacked_symbols(fake):
+    if depends_on_data(fake):
         raise NoLeaf("it takes or gives a size that depends on data")
     made = like_traced(fake)
     if made.dim() == 0:
@@ -232,7 +215,7 @@ def hollow_like(fake: Any, marked: bool = False) -> Tensor:
     made.requires_grad_(fake.requires_grad)
     for dim, size in enumerate(fake.shape if marked else ()):
         if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
-            torch._dynamo.maybe_mark_dynamic(made, dim)
+            let_vary(made, dim)
     return made
 
 
@@ -250,7 +233,7 @@ def _sizes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, tuple[int, int]]
             same = (at for at in where if _expression(shapes[at[0]][at[1]]) == value.node.expr)
             found = next(same, None)
             source = getattr(node.meta.get("grapharg"), "source", None)
-            if found is None or not isinstance(source, TensorPropertySource) or source.prop is not TensorProperty.SIZE:
+            if found is None or size_of_tensor(source) is None:
                 raise NoLeaf("it takes a number that varies")
             yield node, found
         elif not isinstance(value, Tensor) or getattr(node.meta.get("grapharg"), "is_tensor", True) is False:
@@ -267,9 +250,9 @@ def _check(module: fx.GraphModule) -> None:
         if node.op in ("placeholder", "output"):
             continue
         plain = node.op == "call_method" or (node.op == "call_function" and not hasattr(node.target, "piece"))
-        if not plain or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if not plain or isinstance(node.target, HigherOrderOperator):
             raise NoLeaf("it has a graph inside, or a part that is kept whole")
         value = node.meta.get("example_value")
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(item):
+            if isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and depends_on_data(item):
                 raise NoLeaf("it has a size that depends on data")

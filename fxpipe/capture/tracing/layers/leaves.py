@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._subclasses import FakeTensorMode
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpipe.capture.tracing.effects.observed_writes import Effects, memory
 from fxpipe.capture.tracing.effects.python_effects import PythonEffects, changed
 from fxpipe.capture.tracing.patches.context_variables import Contexts
 from fxpipe.capture.tracing.unmade_tensors import made_by_op
 from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
+from fxpipe.torch_internals.op_modes import without_modes
+from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode, own_kernels
 
 from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like, tensors_of
 from .place_layers import Placed, place_layers
@@ -210,7 +209,7 @@ class Layers:
         fakes: list[Any] = list({id(fake): fake for fake in tensors_of((args, kwargs))}.values())
         if not fakes:
             raise NoLeaf("it is given no tensor")
-        with self._alone(outer), _disable_current_modes(), no_python_dispatcher():
+        with self._alone(outer), without_modes(), own_kernels():
             hollows = {id(fake): hollow_like(fake, marked=True) for fake in fakes}
             given = tuple(hollows.values())
             hollow_args, hollow_kwargs = (_in_place(value, hollows) for value in (args, kwargs))

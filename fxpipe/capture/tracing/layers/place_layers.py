@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.fx import _lazy_graph_module
 
 from fxpipe.capture.tracing.unmade_tensors import MADE
 from fxpipe.capture.twins.twin import Slot
+from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
 
 from .layer_trace import LayerCall, filled, tensors_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 
 from fxpipe.capture.capture_errors import line_of
 from fxpipe.capture.tracing.effects.observed_writes import as_fake
+from fxpipe.torch_internals.compiling.trace_context import say_where
+from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
 
 from .layer_trace import LayerCall, NoLeaf
 
@@ -37,13 +37,13 @@ def run_layer(call: LayerCall, fakes: Sequence[Tensor], slots: Mapping[int, Any]
             if node.op in ("call_function", "call_method"):
                 env[node] = _run(node, env)
     finally:
-        torch._C._set_grad_enabled(grad)
+        torch.set_grad_enabled(grad)
     return env
 
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     if (frame := line_of(node)) is not None:
-        TracingContext.set_current_loc(frame.file, frame.line, "forward")
+        say_where(frame.file, frame.line)
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

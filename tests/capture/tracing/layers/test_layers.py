@@ -58,18 +58,28 @@ class Net(nn.Module):
         return self.last(x)
 
 
+class Capture(CallCapture):
+    """Keeps the last trace."""
+
+    last: Any = None
+
+    def _capture(self, traced: Any) -> Any:
+        self.last = traced
+        return super()._capture(traced)
+
+
 class Counted:
     """Captures of a model, with the number of layers that were copied."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.capture = CallCapture(model)
+        self.capture = Capture(model)
 
     @property
     def copies(self) -> int:
-        """How many layers have what was traced for another one."""
-        kind = self.capture.kind
-        calls = kind.traced.placed.calls if kind is not None and kind.traced.placed is not None else ()
+        """How many layers have what was traced for another one, in the last trace."""
+        traced = self.capture.last
+        calls = traced.placed.calls if traced is not None and traced.placed is not None else ()
         return len(calls) - len({id(call.trace) for call in calls})
 
     def graph(self, *args: Any) -> Graph:
