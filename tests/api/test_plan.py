@@ -515,3 +515,31 @@ def test_in_16_bits_memory_has_master_copies_too(dtype: str | None, copies: floa
     assert "master copy" not in str(given)
     kinds = [one for one in found.memory_kinds.values() if one.parameters]
     assert all(one.optimizer == (copies - 2) * one.parameters for one in kinds)
+
+
+class HalfTurn(nn.Module):
+    """The second half of the tokens comes first. With the length as a symbol, its half is an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, half = self.embed(ids), ids.shape[1] // 2
+        return self.layers(torch.cat([x[:, half:], x[:, :half]], 1))
+
+
+def test_a_plan_for_tokens_runs() -> None:
+    """A plan names the ops of the sizes that it was made with, so a pipe captures these sizes, too."""
+    model, ids = HalfTurn(), torch.randint(11, (8, 6))
+    found = fxpipe.plan(model, WORKERS, 8, example_inputs=(ids,), planner="straight", micro_batches=4)
+    with closing(fxpipe.compile(model, plan=found, example_inputs=(ids,))) as pipe:
+        torch.testing.assert_close(pipe(ids), model(ids))
+        target = torch.zeros(8, 6, 8)
+        torch.testing.assert_close(
+            pipe.step(ids, target=target, loss_fn=F.mse_loss), F.mse_loss(model(ids), target).detach()
+        )
+        for length in (5, 8):  # other lengths are captured anew, and run where their parameters are
+            other = torch.randint(11, (8, length))
+            torch.testing.assert_close(pipe(other), model(other))
