@@ -7,7 +7,7 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.pipe.build.local_cluster import detect
 
 HERE = "here"
+Inputs = tuple[Any, ...] | Mapping[str, Any]
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -54,20 +55,21 @@ def read_cluster(text: str) -> Cluster:
         raise FxpipeError(f"{where}{error}") from None
 
 
-def model_for_cluster(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:
+def model_for_cluster(options: argparse.Namespace) -> tuple[nn.Module, Inputs]:
     """The model and inputs that the command names, on the meta device if that is asked for."""
     with torch.device("meta" if options.meta else "cpu"):
         return make_model(options.model, options.inputs)
 
 
-def make_model(path: str, inputs: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model that the function at `path` returns, and its inputs: those it returns, or zeros of the types in
-    `inputs`. Raises FxpipeError if there is no model or there are no inputs."""
+def make_model(path: str, inputs: Sequence[str]) -> tuple[nn.Module, Inputs]:
+    """The model that the function at `path` returns, and its inputs: those it returns (a tuple, a dict for arguments by
+    keyword, or one value), or zeros of the types in `inputs`. Raises FxpipeError if there is no model or there are no
+    inputs."""
     made = load_function(path)()
     model, given = made if isinstance(made, tuple) else (made, tuple(parse_input(text) for text in inputs))
     if not isinstance(model, nn.Module):
         raise FxpipeError(f"{path} returned a {type(model).__name__}, not an nn.Module or (nn.Module, inputs)")
-    given = given if isinstance(given, tuple) else (given,)
+    given = given if isinstance(given, (tuple, Mapping)) else (given,)
     if not given:
         raise FxpipeError(f"{path} returned no inputs: give them as types, as in 'f32[8,3,32,32]'")
     return model, given

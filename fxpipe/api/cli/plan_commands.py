@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.api.plan import plan
+from fxpipe.api.profile import profile
+from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.options.option_table import PLAN
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.planned import compare, load
@@ -15,6 +17,8 @@ from fxpipe.viz import chrome_trace as trace
 from fxpipe.viz import html, svg
 from fxpipe.viz.text_timeline import bars
 
+from .launch.launch_folder import check_folder, launch_files, write_folder
+from .launch.model_import import model_import
 from .model_argument import add_cluster, model_for_cluster, read_cluster
 from .option_arguments import add_options, given, reader
 
@@ -25,6 +29,9 @@ def add(commands: Any) -> None:
     add_cluster(make)
     make.add_argument("--batch", type=reader(PLAN["batch_size"]), required=True, help="samples in a training step")
     make.add_argument("--out", type=Path, help="write the plan to this JSON file")
+    make.add_argument(
+        "--launch", type=Path, help="write a training script over ranks, and what starts it, to this folder"
+    )
     add_options(make, PLAN, *(name for name in PLAN if name not in ("cluster", "batch_size")))
     make.add_argument("--explain", action="store_true", help="also other plans, and what more hardware would be worth")
     make.set_defaults(run=run_plan)
@@ -44,9 +51,17 @@ def add(commands: Any) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> None:
+    named = None
+    if options.launch:
+        check_folder(options.launch)
+        named = model_import(options.model)
     model, inputs = model_for_cluster(options)
-    cluster = read_cluster(options.cluster)
-    found = plan(model, cluster, options.batch, example_inputs=inputs, **given(options, PLAN))
+    cluster, asked = read_cluster(options.cluster), given(options, PLAN)
+    args, kwargs = as_call(inputs)
+    dtype = asked.pop("dtype", None)
+    known = profile(model, *args, device=cluster, dtype=dtype, **kwargs)
+    found = plan(known, cluster, options.batch, **asked)
+    files = launch_files(found, known, model, inputs, named, options.meta, dtype, options.launch) if named else {}
     if options.explain:
         with working("trying other plans, and other hardware", 30):
             text = found.explain()
@@ -58,6 +73,8 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.out:
         found.save(options.out)
         print(f"\nthe plan: {options.out}")
+    if options.launch:
+        print(f"\n{write_folder(options.launch, files, found)}")
 
 
 def write(path: Path | None, make: Callable[[], str]) -> None:

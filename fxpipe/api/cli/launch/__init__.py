@@ -1,0 +1,1 @@
+"""`fxpipe plan --launch`: the files that train a planned model."""
