@@ -158,10 +158,9 @@ def compile(
       a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; arguments that
       are not in it are cut along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is
       one of them.
-    - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols in the
-      graph, so that another length needs no capture of its own; where the model, or backward="code", needs a number, it
-      is one. False, and with a strategy, a plan of fxpipe.plan, or backward="code" over ranks: each size is a number
-      until there were two, as those of other tensors are.
+    - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
+      length needs no capture; where the model, or backward="code", needs a number, it is one. False, and with a
+      strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in other tensors.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). Sums and means over
       the samples stay exact without it; of a loss, it is about the other summands, by their variables' names, as in
@@ -251,7 +250,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         replica_groups = deal(labels, None)
     elif chosen is not None:
         before, chosen = chosen, runnable(chosen, devices)
-        given["dynamic"] = given["dynamic"] and planned_for is None  # fxpipe.plan names the ops of one size
+        given["dynamic"] &= planned_for is None  # fxpipe.plan names the ops of one size
         stays = planned_for is not None and chosen == before and named(chosen).keys() <= set(planned_for.labels)
         cluster = cluster or (planned_for if stays else None)
         refuse_beside_plan(chosen, told)

@@ -84,7 +84,7 @@ $made
     return made[0] if isinstance(made, tuple) else made
 ''')
 META = """Without memory for its weights: each rank then makes those of its own stages."""
-WHOLE = """The same on every rank, which keeps its own stages. Too large for that? `fxpipe plan --meta`."""
+WHOLE = """The same on every rank, which keeps its stages. If it is too large for that: `fxpipe plan --meta`."""
 
 DATA = Template('''\
 def batch(step: int) -> Any:

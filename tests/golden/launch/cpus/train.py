@@ -30,7 +30,7 @@ SEED = 0
 
 
 def make() -> nn.Module:
-    """The same on every rank, which keeps its own stages. Too large for that? `fxpipe plan --meta`."""
+    """The same on every rank, which keeps its stages. If it is too large for that: `fxpipe plan --meta`."""
     sys.path.insert(0, str(HERE / "../../nets"))
     from model import make_model
 
