@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import isfunction
+from types import MethodType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -70,6 +72,29 @@ class Forward:
         bound: Any = partial(self.method, shell)
         bound.__wrapped__ = shell.model.forward  # inspect.signature follows it
         return bound  # type: ignore[no-any-return]
+
+
+class Inherited:
+    """A method of nn.Module: the model's own where its class has another one, as `half` of a LightningModule, which
+    notes the dtype."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __get__(self, shell: Any, kind: type | None = None) -> Callable[..., Any]:
+        if shell is None:
+            return self.method
+        name = self.method.__name__
+        if getattr(type(vars(shell).get("model")), name, self.method) is self.method:
+            return MethodType(self.method, shell)
+        own = shell._state.tensors.attribute(shell, name)
+
+        @wraps(own)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = own(*args, **kwargs)
+            return shell if found is shell.model else found
+
+        return run
 
 
 @dataclass(kw_only=True)
@@ -145,10 +170,10 @@ class DropInModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Attributes that the pipe does not have are the model's: `pipe.config`, `pipe.encoder`; but for methods that
         would run it, or save it."""
-        if name == "model":  # not set yet, while a copy or pickle is being made
+        if name in ("model", "_state"):  # not set yet, while a copy or pickle is being made
             raise AttributeError(name)
         own = method_of(self, name)
-        return getattr(self.model, name) if own is None else own
+        return self._state.tensors.attribute(self, name) if own is None else own
 
     def __setattr__(self, name: str, value: Any) -> None:
         """New attributes are set on the model: `pipe.temperature = 0.5`, `pipe.head = nn.Linear(8, 4)`."""
@@ -235,6 +260,11 @@ class DropInModule(nn.Module):
         the same values."""
         with self._state.lock:
             return self._state.tensors.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+for name, method in vars(nn.Module).items():
+    if isfunction(method) and not name.startswith("_") and name not in vars(DropInModule):
+        setattr(DropInModule, name, Inherited(method))
 
 
 def check_model(model: Any, function: str) -> None:

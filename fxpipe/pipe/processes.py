@@ -86,6 +86,7 @@ class Tensors:
 
     - `held`: the tensors that this process uses, by path; `only_held` filters (key, tensor) pairs to these.
     - `own`: the tensors that this process, and no other, saves.
+    - `attribute`: an attribute of the model, as a pipe shows it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,6 +97,9 @@ class Tensors:
 
     def own(self) -> dict[str, Tensor]:
         return self.held()
+
+    def attribute(self, pipe: Any, name: str) -> Any:
+        return getattr(self.model, name)
 
     def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         return pairs

@@ -168,6 +168,10 @@ class BuildCache:
             by_tensor = {id(tensors[path]): label for path, label in self.owners.items() if path in tensors}
             for path, tensor in tensors.items():
                 self.owners[path] = by_tensor.get(id(tensor), self.options.devices[0])
+        elif new := tensors_of(self.model).keys() & stages.keys() - self.home.stages.keys():  # since the first build
+            places = {stage.device: number for number, stage in reversed([*enumerate(self.home.plan.stages)])}
+            found = {path: places[self.owners[path]] for path in new if self.owners[path] in places}
+            self.home = replace(self.home, stages={**self.home.stages, **found})
 
     def _tell_loans(self, made: Build) -> None:
         """Say once if a later kind of call borrows a good part of the model's tensors. What the first one borrows too

@@ -23,6 +23,7 @@ from torch import Tensor
 from fxpipe.errors import FxpipeError
 
 from .model_in_other_class import with_methods
+from .refused_methods import ALONE, refused_of
 
 # What an encoder returns of what its model returns, by the fields of transformers.
 ENCODED = {
@@ -35,14 +36,14 @@ ENCODED = {
 def generate(pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """As `generate` of the model, on every rank with the same arguments; a streamer is used on the leader alone. Raises
     FxpipeError for what would stop ranks at different tokens."""
-    model = driven(pipe)
+    model = driven(pipe, generator(pipe.model))
     given = inspect.signature(model.generate).bind(*args, **kwargs)
     options: dict[str, Any] = given.arguments.get("kwargs", {})
     if options.get("cache_implementation") == "paged":
-        raise FxpipeError(f"generate with cache_implementation='paged' {NOT_DRIVEN}")
+        raise FxpipeError(f"generate with cache_implementation='paged' {ALONE}")
     with same_draws(pipe) as ranks:
         if ranks > 1:
-            config = given.arguments.get("generation_config") or pipe.model.generation_config
+            config = given.arguments.get("generation_config") or model.generation_config
             if options.get("max_time", getattr(config, "max_time", None)) is not None:
                 raise FxpipeError(
                     "max_time stops each rank by its own clock, and all make the same calls: give max_new_tokens"
@@ -52,9 +53,6 @@ def generate(pipe: Any, *args: Any, **kwargs: Any) -> Any:
         return model.generate(*given.args, **given.kwargs)
 
 
-NOT_DRIVEN = "runs the modules of the model itself, not the stages of a pipe: call pipe.generate(...) without"
-
-
 class Silent:
     """A streamer that tells nobody."""
 
@@ -62,9 +60,23 @@ class Silent:
     def end(self) -> None: ...
 
 
-def driven(pipe: Any) -> Any:
-    """The model, as `generate` takes it, whose forward is the pipe."""
-    model, kind = pipe.model, type(pipe.model)
+def generator(model: Any) -> Any:
+    """The model of transformers that generates: the model itself, or the one that an adapter of PEFT is in. Raises
+    FxpipeError where PEFT does more than to call it."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    config = model.active_peft_config
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        raise FxpipeError(
+            f"generate with {config.peft_type.value} depends on where the prompt ends, which the stages of a pipe do "
+            "not know: on all ranks call pipe.gather(), and then pipe.model.generate(...)"
+        )
+    return model.get_base_model()
+
+
+def driven(pipe: Any, model: Any) -> Any:
+    """The model that generates, whose forward is the pipe."""
+    kind = type(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if model.training:  # the leader draws the seed of a call
@@ -84,19 +96,9 @@ def driven(pipe: Any) -> Any:
         __call__=forward,
         forward=forward,
         get_encoder=get_encoder,
-        generate_batch=refused("generate_batch"),
-        init_continuous_batching=refused("init_continuous_batching"),
+        **refused_of(kind),
         _valid_auto_compile_criteria=lambda self, *args, **kwargs: False,  # the stages are compiled already
     )
-
-
-def refused(name: str) -> Callable[..., Any]:
-    """A method that raises."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise FxpipeError(f"{name} {NOT_DRIVEN} it")
-
-    return refuse
 
 
 def for_each_sample(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -17,20 +17,20 @@ from .generate import generate
 from .save_pretrained import save_pretrained
 
 SAVES = ("save_pretrained", "from_pretrained")  # what the models of such a library have
-# The methods of models of transformers that a pipe has itself, each with the class that they are of.
-METHODS = {
-    "generate": (generate, "transformers.generation.utils.GenerationMixin"),
-    "save_pretrained": (save_pretrained, "transformers.modeling_utils.PreTrainedModel"),
+# The methods of models of libraries that a pipe has itself, each with the classes that they are of.
+METHODS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "generate": (generate, {"transformers.generation.utils.GenerationMixin", "peft.peft_model.PeftModel"}),
+    "save_pretrained": (save_pretrained, {"transformers.modeling_utils.PreTrainedModel"}),
 }
 
 
 def method_of(pipe: Any, name: str) -> Callable[..., Any] | None:
     """The pipe's own method in place of one of the model; None if there is none."""
-    function, owner = METHODS.get(name, (None, ""))
-    bases = type(pipe.model).__mro__ if function is not None else ()
-    if any(f"{base.__module__}.{base.__qualname__}" == owner for base in bases):
-        return MethodType(function, pipe)  # type: ignore[arg-type]
-    return None
+    if name not in METHODS:
+        return None
+    function, owners = METHODS[name]
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in type(pipe.model).__mro__}
+    return MethodType(function, pipe) if bases & owners else None
 
 
 def class_for_libraries(pipe: type, model: type) -> type:

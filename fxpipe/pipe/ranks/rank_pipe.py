@@ -163,6 +163,11 @@ class RankPipe(Pipe):
                     fn(self if module is self.model else module)
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As of nn.Module, for all parameters of the model, in every process alike."""
+        self.model.requires_grad_(requires_grad)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RankPipe:
         """A new pipe of the same ranks, around a copy of the model, with each tensor on the same rank: for averages of
         weights, as by `AveragedModel(pipe)`. Its modules have the tensors of this rank alone."""

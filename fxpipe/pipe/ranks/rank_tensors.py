@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.rendezvous import LEADER
+from fxpipe.pipe.libraries.own_methods import own_attribute
 from fxpipe.pipe.processes import Tensors
 from fxpipe.torch_internals.gradient_norms import allow_norms_of, refuse_norms_of
 
@@ -37,15 +38,26 @@ class RankTensors(Tensors):
     """The model's tensors that this rank holds.
 
     `replica_groups` returns, by the `id` of each tensor, the devices of the stage that owns it, or None before the
-    model is cut. The leader holds the tensors that no stage uses.
+    model is cut. The leader holds the tensors that no stage uses. `known`: the paths of those that the model had when
+    it was spread. Every rank holds tensors that have been added since, until a call decides which stage has them.
     """
+
+    known: Collection[str] | None = None
 
     def __init__(self, model: nn.Module, ranks: Ranks, replica_groups: FindReplicaGroups) -> None:
         super().__init__(model)
         self.ranks, self.replica_groups = ranks, replica_groups
 
     def held(self) -> dict[str, Tensor]:
-        return self._on(lambda replica_group: self.ranks.world.label in replica_group)
+        return self._on(lambda replica_group: self.ranks.world.label in replica_group) | self._added()
+
+    def _added(self) -> dict[str, Tensor]:
+        """The tensors that the model has got since it was spread, and that no call has used yet, by path."""
+        if self.known is None:
+            return {}
+        tensors = tensors_of(self.model)
+        homes = self.replica_groups(tensors) or {}
+        return {path: x for path, x in tensors.items() if path not in self.known and id(x) not in homes}
 
     def own(self) -> dict[str, Tensor]:
         shared = {} if self.ranks.parallel is None else self.ranks.parallel.shared
@@ -65,6 +77,9 @@ class RankTensors(Tensors):
     def _now(self) -> dict[str, Tensor]:
         """The tensors that replace the model's own after `parallelize`, by path."""
         return {} if self.ranks.parallel is None else self.ranks.parallel.tensors()
+
+    def attribute(self, pipe: Any, name: str) -> Any:
+        return own_attribute(pipe, name, whole=self.ranks.gathered)
 
     def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         tensors = tensors_of(self.model)
@@ -112,6 +127,7 @@ class RankTensors(Tensors):
         groups, own = self.replica_groups(tensors), self.held()
         if groups is None or any(tensor.is_meta for tensor in own.values()):
             return
+        self.known = self.known or frozenset(tensors)
 
         def where(path: str) -> str:
             ranks = [labels.index(label) for label in groups.get(id(tensors[path]), labels[LEADER : LEADER + 1])]
@@ -134,7 +150,10 @@ class RankTensors(Tensors):
 
     def gather(self, to: Collection[int]) -> None:
         """Put the values of all ranks into the model on the ranks `to`. All ranks call this. Raises Lost."""
-        world, tensors = self.ranks.world, tensors_of(self.model)
+        if self.ranks.gathered:
+            self.release_others()  # so that each rank that is told a value listens for it
+        world, added = self.ranks.world, self._added()
+        tensors = {path: tensor for path, tensor in tensors_of(self.model).items() if path not in added}
         held, groups = self.held(), self.replica_groups(tensors) or {}
         leader = (world.labels[LEADER],)
         for tensor_id, path in {id(tensor): path for path, tensor in reversed(tensors.items())}.items():

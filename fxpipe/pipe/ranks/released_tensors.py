@@ -36,15 +36,15 @@ METHODS = [
     "is_signed", "is_contiguous", "ndimension", "requires_grad_", "get_device", "is_inference", "is_conj", "is_neg",
     "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "__hash__",
 ]  # fmt: skip
-FUNCTIONS = ["empty_like", "is_floating_point", "is_complex", "_has_compatible_shallow_copy_type"]
-CASTS = ["to", "float", "double", "half", "bfloat16", "type", "cpu", "cuda"]
+FUNCTIONS = ["is_floating_point", "is_complex", "_has_compatible_shallow_copy_type"]
+CASTS = ["to", "float", "double", "half", "bfloat16", "type", "cpu", "cuda", "ipu", "mtia", "xpu"]
 
 _class: Any = Tensor
 _without_override: Any = nn.Parameter.__torch_function__  # runs the function as it is
 _plain = {getattr(Tensor, name).__get__ for name in READS if hasattr(Tensor, name)}
 _plain |= {getattr(Tensor, name).__set__ for name in WRITES}
 _plain |= {getattr(Tensor, name) for name in METHODS} | {getattr(torch, name) for name in FUNCTIONS}
-_casts = {getattr(Tensor, name) for name in CASTS}
+_casts = {getattr(Tensor, name) for name in CASTS if hasattr(Tensor, name)} | {torch.empty_like}
 
 
 _data, _grad = _class.data.__get__, _class.grad.__get__
@@ -69,6 +69,8 @@ class Released(Tensor):
             one, *others = args
             made = func(torch.empty((0,) * one.dim(), dtype=one.dtype, device=one.device), *others, **kwargs or {})
             return released(without_memory(one.shape, one.stride(), made.dtype, made.device), *one._place)
+        if func is Tensor.share_memory_:
+            return args[0]  # there is nothing to share
         refuse(args, kwargs or {})
 
     @property

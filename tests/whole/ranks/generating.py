@@ -16,12 +16,20 @@ from fxpipe.errors import FxpipeError
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTH = 6
+
+
+def enough(ids: Tensor, scores: Any) -> Tensor:
+    """A stopping criterion: each sample ends by what it has become."""
+    return ids[:, 5:].sum(dim=1) > 60
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 10},
     "beams": {"do_sample": False, "num_beams": 3},
     "static": {"do_sample": False, "cache_implementation": "static"},
     "no_cache": {"do_sample": False, "use_cache": False},
+    "criteria": {"do_sample": False, "stopping_criteria": [enough]},
 }
 
 
@@ -32,6 +40,11 @@ def tiny(name: str) -> Any:
     torch.manual_seed(0)
     if name == "llama":
         return T.LlamaForCausalLM(T.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **SIZES))
+    if name == "lora":
+        import peft
+
+        options = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}  # so the adapters matter
+        return peft.get_peft_model(tiny("llama"), peft.LoraConfig(task_type="CAUSAL_LM", **options))
     if name == "mixtral":
         return T.MixtralForCausalLM(T.MixtralConfig(vocab_size=64, num_local_experts=4, **SIZES))
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -86,7 +99,7 @@ def generates(group: Any, name: str, ways: tuple[str, ...]) -> None:
         assert pipe.generate(ids, **options, **streams).tolist() == wanted.tolist(), way
         assert pipe.leads or torch.equal(torch.get_rng_state(), before)
         assert bool(streamer.got) == (pipe.leads and way != "beams")
-    if name == "llama":
+    if name in ("llama", "lora"):
         embedded = plain.get_input_embeddings()(ids).detach()
         options = {"max_new_tokens": LENGTH, "pad_token_id": 0, "do_sample": False}
         assert (
@@ -124,12 +137,17 @@ def read_again(group: Any, name: str, folder: Path) -> None:
     plain = type(tiny(name)).from_pretrained(folder).eval()
     with torch.device("meta"):
         model = tiny(name)
+    kwargs = {"input_ids": texts(), "use_cache": False} | ({"decoder_input_ids": texts()} if name == "t5" else {})
     pipe = fxpipe.compile(model.eval(), chunks=2, group=group, timeout=120)
-    pipe.prepare(input_ids=texts(), use_cache=False)
+    pipe.prepare(**kwargs)
     pipe.materialize(checkpoint=folder, init=rotary)
     with torch.no_grad():
-        wanted = plain(input_ids=texts(), use_cache=False).logits
-    torch.testing.assert_close(pipe.forward_only(input_ids=texts(), use_cache=False).logits, wanted)
+        wanted = plain(**kwargs).logits
+    torch.testing.assert_close(pipe.forward_only(**kwargs).logits, wanted)
+    tensors, keys = plain.state_dict(), pipe.collect([*pipe.state_dict()])
+    assert {key for some in keys for key in some} == tensors.keys()
+    for key, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, tensors[key]), key
     pipe.close()
 
 

@@ -101,6 +101,8 @@ def gathered(group: Any) -> None:
         model(x)
     with pytest.raises(FxpipeError, match="to names rank 7"):
         pipe.gather(to=7)
+    pipe.gather(to=1)
+    pipe.gather()
     pipe.gather()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-9, atol=0)
     pipe.close()
@@ -145,6 +147,64 @@ def what_libraries_call(group: Any) -> None:
     torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], 0.1).step()
     same(pipe, plain)
     assert fxpipe.clip_grad_norm_(pipe, math.inf).isfinite()
+    pipe.close()
+
+
+class Methods(Chain):
+    """A model with methods of its own."""
+
+    dtype = torch.float64
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
+
+    def half_of_it(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+    def renamed(self) -> Methods:
+        return self
+
+    def half(self) -> Methods:
+        self.dtype = torch.float16
+        return super().half()
+
+    @property
+    def largest(self) -> float:
+        return max(p.abs().max().item() for p in self.parameters())
+
+
+def the_models_own_methods(group: Any) -> None:
+    """A call of the model in them is a call of the pipe; what needs tensors of other ranks is refused by name."""
+    torch.manual_seed(0)
+    pipe, plain, (x, _) = spread(group, Methods(2).double())
+    with pytest.raises(FxpipeError, match=r"evaluate of Methods: autograd does not reach .* call pipe.step"):
+        pipe.evaluate(x)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.evaluate(x), plain.evaluate(x), rtol=1e-9, atol=0)
+    first_here = dist.get_rank(group) == 0
+    if first_here:
+        torch.testing.assert_close(pipe.half_of_it(x), plain.half_of_it(x), rtol=1e-9, atol=0)
+    else:
+        with pytest.raises(ReleasedError, match=r"half_of_it of Methods: layers.0.weight .* half_of_it then runs"):
+            pipe.half_of_it(x)
+    with pytest.raises(ReleasedError, match="largest of Methods"):
+        _ = pipe.largest
+    assert pipe.renamed() is pipe
+    pipe.requires_grad_(False)
+    assert not any(p.requires_grad for p in pipe.model.parameters())
+    pipe.requires_grad_()
+    pipe.gather()
+    assert pipe.largest == pytest.approx(plain.largest, rel=1e-9)
+    torch.testing.assert_close(pipe.evaluate(x), plain.evaluate(x), rtol=1e-9, atol=0)  # of the whole model, here
+    for run in (pipe, plain):
+        run.layers.append(nn.Linear(6, 6, dtype=torch.float64))
+        with torch.no_grad():
+            for p in run.layers[-1].parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape))
+    torch.testing.assert_close(pipe.forward_only(x), plain(x).detach(), rtol=1e-9, atol=0)
+    assert ("layers.2.weight" in pipe.state_dict()) != first_here  # with the stage that uses it
+    assert pipe.half() is pipe
+    assert pipe.dtype is torch.float16
     pipe.close()
 
 

@@ -18,9 +18,11 @@ def test_generate(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "lora"])
 @pytest.mark.parametrize("ranks", [PAIR, ALL], ids=len)
 def test_generate_in_all_ways(pool: Pool, name: str, ranks: tuple[int, ...]) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
     pool.start(generating.generates, name, tuple(generating.WAYS), ranks=ranks)
     pool.results(ranks, patience=900)  # each way is captured twice or more
 
@@ -32,7 +34,10 @@ def test_save_pretrained(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "t5"])
-@pytest.mark.parametrize("ranks", [PAIR, ALL], ids=len)
-def test_save_pretrained_of_others(pool: Pool, name: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    pool.run(generating.saved, name, tmp_path, ranks=ranks)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+@pytest.mark.parametrize(("wrote", "read"), [(PAIR, ALL), (ALL, (0, 1, 2))], ids=lambda ranks: str(len(ranks)))
+def test_save_pretrained_and_read(
+    pool: Pool, name: str, wrote: tuple[int, ...], read: tuple[int, ...], tmp_path: Path
+) -> None:
+    pool.run(generating.saved, name, tmp_path, ranks=wrote)
+    pool.run(generating.read_again, name, tmp_path, ranks=read)

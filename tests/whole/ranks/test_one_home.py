@@ -22,6 +22,10 @@ def test_what_libraries_call(pool: Pool) -> None:
     pool.run(one_home.what_libraries_call, ranks=PAIR)
 
 
+def test_the_models_own_methods(pool: Pool) -> None:
+    pool.run(one_home.the_models_own_methods, ranks=PAIR)
+
+
 @pytest.mark.parametrize("closes", ["at once", "later", "never"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:

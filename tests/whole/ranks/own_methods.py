@@ -1,0 +1,194 @@
+"""What ranks do in test_own_methods.py: each public method of a library's model, called through a pipe.
+
+plain    a copy, the method: a result or an error, and a state
+pipe     the method, on every rank: the same result, error and state, or a refusal that names the method
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import getattr_static
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import FxpipeError
+from tests.whole.ranks.library_tables import INPUTS, MADE, REFUSED, SHARES, UNTRIED, table_of
+from tests.whole.ranks.method_tables import Call, Given
+
+METHOD_TYPES = (FunctionType, MethodType, partial, classmethod, staticmethod)
+ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def public_methods(model: nn.Module) -> list[str]:
+    """The names of all public methods of the model."""
+    names = [name for name in dir(model) if not name.startswith("_")]
+    return [name for name in names if isinstance(getattr_static(model, name, None), METHOD_TYPES)]
+
+
+def unknown(name: str) -> tuple[list[str], list[str]]:
+    """The methods of this model that no table has, and the entries of tables that are no methods."""
+    methods, called = {*public_methods(MADE[name]())}, {*table_of(name)} | {*REFUSED[name]}
+    return sorted(methods - called - {*UNTRIED[name]}), sorted(called - methods)
+
+
+class Pair:
+    """A pipe over ranks and the plain model with the same values, which are not those that the pipe was made of."""
+
+    def __init__(self, group: Any, name: str, start: nn.Module) -> None:
+        self.plain, self.name, self.refused = start, name, REFUSED[name]
+        self.pipe = fxpipe.compile(copy.deepcopy(start), chunks=2, group=group, timeout=120)
+        self.pipe.prepare(**INPUTS[name]())
+        held = dict(self.pipe.named_parameters())
+        with torch.no_grad():
+            for key, parameter in self.plain.named_parameters():
+                for one in (parameter, held.get(key)):
+                    if one is not None:
+                        one.mul_(0.9)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {key: x.clone() for key, x in self.plain.state_dict().items()}
+
+    def outputs(self, run: Any) -> Any:
+        with torch.no_grad():
+            found = run(**INPUTS[self.name]())
+        return found[0] if isinstance(found, tuple) else next(iter(found.values())) if hasattr(found, "keys") else found
+
+    def check_outputs(self, plain: nn.Module | None = None) -> None:
+        torch.testing.assert_close(self.outputs(self.pipe), self.outputs(plain or self.plain))
+
+
+def each_method(group: Any, name: str, folder: Path) -> dict[str, str]:
+    """Call each method of the table. Returns those that are refused, with the text; fails with all that is wrong."""
+    warnings.simplefilter("ignore")
+    start = MADE[name]().eval()
+    if dist.get_rank(group) == 0 and hasattr(start, "save_pretrained"):
+        start.save_pretrained(folder / "saved")
+    pair, refused, wrong = Pair(group, name, copy.deepcopy(start)), {}, []
+    for method, call in {**table_of(name), **REFUSED[name]}.items():
+        trial = copy.deepcopy(pair.plain)
+        try:
+            said = tried(pair, trial, method, call, folder / f"rank-{pair.pipe.place}")
+            refused |= {method: said} if said else {}
+            problem = ""
+        except Exception as error:  # all that is wrong is told at once
+            problem = f"{method}: {type(error).__name__}: {error}"
+        every = pair.pipe.collect((problem, method in refused))
+        failed = any(found for found, _ in every)
+        changed = structure(trial) != structure(pair.plain)
+        if changed and len({refuses for _, refuses in every}) > 1:
+            problem = f"{method}: refused on some ranks, and the others have changed: {every}"
+        elif changed and method not in refused and not failed:
+            try:
+                pair.check_outputs(trial)
+            except Exception as error:
+                problem = f"{method}, and then a call: {type(error).__name__}: {error}"
+        wrong += [problem] if problem else []
+        if failed or (changed and method not in refused):
+            pair.pipe.close()
+            pair = Pair(group, name, copy.deepcopy(start))
+        elif method not in refused:
+            pair.plain = trial
+    pair.check_outputs()
+    pair.pipe.close()
+    assert not wrong, "\n".join(wrong)
+    return refused
+
+
+def tried(pair: Pair, trial: Any, method: str, call: Call, folder: Path) -> str:
+    """Call the method on a copy of the plain model, and on the pipe. Returns the text of a refusal, or ""."""
+    torch.manual_seed(3)
+    given = Given(folder / "plain" / method, folder.parent / "saved", pair.state)
+    wanted = None if method in pair.refused else outcome(call, trial, given)
+    torch.manual_seed(3)
+    found = outcome(call, pair.pipe, given._replace(folder=folder / "pipe" / method))
+    if isinstance(found, FxpipeError):
+        assert method in str(found), f"the error does not name the method: {found}"
+        same_state(pair.pipe, pair.plain)
+        return str(found)
+    assert method not in pair.refused, f"not refused: {found}"
+    same(found, wanted, pair.pipe, trial, share=method in SHARES)
+    same_state(pair.pipe, trial)
+    return ""
+
+
+def outcome(call: Callable[..., Any], run: Any, given: Given) -> Any:
+    """What a call returns, or the error that it raises."""
+    given.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        found = call(run, given)
+        return list(found) if isinstance(found, Iterator) else found
+    except Exception as error:
+        return error
+
+
+def same(found: Any, wanted: Any, pipe: Any, plain: Any, share: bool = False) -> None:
+    """Whether the result is that of the plain model; `share`: the shares of all ranks together."""
+    if share:
+        keys = [key for some in pipe.collect([key for key, _ in pairs(found)]) for key in some]
+        assert {*keys} == {key for key, _ in pairs(wanted)}
+        wanted = {key: value for key, value in pairs(wanted) if key in dict(pairs(found))}
+        found = dict(pairs(found))
+    if wanted is plain:
+        assert found is pipe, "returns not the pipe"
+    elif isinstance(wanted, Exception):
+        assert type(found) is type(wanted), f"{found!r}, and the plain model raises {wanted!r}"
+        assert plainly(found) == plainly(wanted)
+    elif isinstance(found, Exception):
+        raise AssertionError(f"raises {found!r}, and the plain model returns {wanted!r}")
+    elif isinstance(wanted, Tensor):
+        assert found.shape == wanted.shape
+        if type(found).__name__ not in ("Released", "ReleasedParameter"):  # these refuse to be read
+            torch.testing.assert_close(found, wanted)
+    elif isinstance(wanted, nn.Module):
+        assert plainly(found) == plainly(wanted)
+        for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+            same(one, other, pipe, plain)
+    elif isinstance(wanted, Mapping):
+        assert [*found] == [*wanted]
+        for key in wanted:
+            same(found[key], wanted[key], pipe, plain)
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted), (found, wanted)
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other, pipe, plain)
+    else:
+        assert plainly(found) == plainly(wanted)
+
+
+def pairs(found: Any) -> Iterable[tuple[str, Any]]:
+    return found.items() if isinstance(found, Mapping) else found
+
+
+def plainly(value: Any) -> str:
+    """As text, without addresses and folders."""
+    return re.sub(r"/(pipe|plain)/", "/", ADDRESS.sub("", f"{type(value).__name__} {value}")).replace("RankPipe", "")
+
+
+def structure(model: Any) -> Any:
+    """What the state of a model does not have."""
+    config = getattr(model, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    return plainly(model), config, [(key, x.dtype) for key, x in model.state_dict().items()]
+
+
+def same_state(pipe: Any, plain: nn.Module) -> None:
+    """Whether the pipe's tensors on this rank, modes and modules are those of the plain model."""
+    assert plainly(pipe.model) == plainly(plain)
+    assert [m.training for m in pipe.model.modules()] == [m.training for m in plain.modules()]
+    wanted = plain.state_dict(keep_vars=True)
+    for key, value in pipe.state_dict(keep_vars=True).items():
+        torch.testing.assert_close(value.detach(), wanted[key].detach(), msg=key)
+    for (key, one), (_, other) in zip(pipe.model.named_parameters(), plain.named_parameters(), strict=True):
+        assert one.requires_grad == other.requires_grad, key
+        assert one.dtype == other.dtype, key
