@@ -26,6 +26,8 @@ from tests.whole.ranks.library_tables import INPUTS, MADE, REFUSED, SHARES, UNTR
 from tests.whole.ranks.method_tables import Call, Given
 
 METHOD_TYPES = (FunctionType, MethodType, partial, classmethod, staticmethod)
+NEVER = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager", "push_to_hub")
+NEVER = (*NEVER, "to_onnx", "to_tensorrt")  # of packages that are not there
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -44,8 +46,8 @@ def unknown(name: str) -> tuple[list[str], list[str]]:
 class Pair:
     """A pipe over ranks and the plain model with the same values, which are not those that the pipe was made of."""
 
-    def __init__(self, group: Any, name: str, start: nn.Module) -> None:
-        self.plain, self.name, self.refused = start, name, REFUSED[name]
+    def __init__(self, group: Any, name: str, start: nn.Module, gathered: bool = False) -> None:
+        self.plain, self.name, self.refused = start, name, {} if gathered else REFUSED[name]
         self.pipe = fxpipe.compile(copy.deepcopy(start), chunks=2, group=group, timeout=120)
         self.pipe.prepare(**INPUTS[name]())
         held = dict(self.pipe.named_parameters())
@@ -68,45 +70,60 @@ class Pair:
         torch.testing.assert_close(self.outputs(self.pipe), self.outputs(plain or self.plain))
 
 
-def each_method(group: Any, name: str, folder: Path) -> dict[str, str]:
-    """Call each method of the table. Returns those that are refused, with the text; fails with all that is wrong."""
+def each_method(group: Any, name: str, folder: Path) -> list[str]:
+    """Call each method of the table, and once more those that are refused, with the whole model in each process.
+    Returns the names of those that are refused; fails with all that is wrong."""
     warnings.simplefilter("ignore")
+    table = {**table_of(name), **REFUSED[name]}
+    refused, wrong = called(group, name, folder, table)
+    again = {method: table[method] for method in refused if method not in NEVER}
+    still, more = called(group, name, folder / "whole", again, gathered=True)
+    assert not wrong + more, "\n".join(wrong + more)
+    assert not still, f"refused after gather(): {still}"
+    return refused
+
+
+def called(
+    group: Any, name: str, folder: Path, table: Mapping[str, Call], gathered: bool = False
+) -> tuple[list[str], list[str]]:
+    """The names of the methods that some rank refuses, and what is wrong on this one."""
     start = MADE[name]().eval()
     if dist.get_rank(group) == 0 and hasattr(start, "save_pretrained"):
         start.save_pretrained(folder / "saved")
-    pair, refused, wrong = Pair(group, name, copy.deepcopy(start)), {}, []
-    for method, call in {**table_of(name), **REFUSED[name]}.items():
+    pair, refused, wrong = Pair(group, name, copy.deepcopy(start), gathered), set(), []
+    for method, call in table.items():
         trial = copy.deepcopy(pair.plain)
+        if gathered:
+            pair.pipe.gather()
         try:
-            said = tried(pair, trial, method, call, folder / f"rank-{pair.pipe.place}")
-            refused |= {method: said} if said else {}
+            refuses = tried(pair, trial, method, call, folder / f"rank-{pair.pipe.place}")
             problem = ""
         except Exception as error:  # all that is wrong is told at once
-            problem = f"{method}: {type(error).__name__}: {error}"
-        every = pair.pipe.collect((problem, method in refused))
+            refuses, problem = False, f"{method}: {type(error).__name__}: {error}"
+        every = pair.pipe.collect((problem, refuses))
+        refused |= {method} if any(one for _, one in every) else set()
         failed = any(found for found, _ in every)
         changed = structure(trial) != structure(pair.plain)
-        if changed and len({refuses for _, refuses in every}) > 1:
+        if changed and len({one for _, one in every}) > 1:
             problem = f"{method}: refused on some ranks, and the others have changed: {every}"
-        elif changed and method not in refused and not failed:
+        elif changed and not refuses and not failed:
             try:
                 pair.check_outputs(trial)
             except Exception as error:
                 problem = f"{method}, and then a call: {type(error).__name__}: {error}"
         wrong += [problem] if problem else []
-        if failed or (changed and method not in refused):
+        if failed or (changed and not refuses):
             pair.pipe.close()
-            pair = Pair(group, name, copy.deepcopy(start))
-        elif method not in refused:
+            pair = Pair(group, name, copy.deepcopy(start), gathered)
+        elif not refuses:
             pair.plain = trial
     pair.check_outputs()
     pair.pipe.close()
-    assert not wrong, "\n".join(wrong)
-    return refused
+    return sorted(refused), wrong
 
 
-def tried(pair: Pair, trial: Any, method: str, call: Call, folder: Path) -> str:
-    """Call the method on a copy of the plain model, and on the pipe. Returns the text of a refusal, or ""."""
+def tried(pair: Pair, trial: Any, method: str, call: Call, folder: Path) -> bool:
+    """Call the method on a copy of the plain model, and on the pipe. Returns whether the pipe refuses it."""
     torch.manual_seed(3)
     given = Given(folder / "plain" / method, folder.parent / "saved", pair.state)
     wanted = None if method in pair.refused else outcome(call, trial, given)
@@ -115,11 +132,11 @@ def tried(pair: Pair, trial: Any, method: str, call: Call, folder: Path) -> str:
     if isinstance(found, FxpipeError):
         assert method in str(found), f"the error does not name the method: {found}"
         same_state(pair.pipe, pair.plain)
-        return str(found)
+        return True
     assert method not in pair.refused, f"not refused: {found}"
     same(found, wanted, pair.pipe, trial, share=method in SHARES)
     same_state(pair.pipe, trial)
-    return ""
+    return False
 
 
 def outcome(call: Callable[..., Any], run: Any, given: Given) -> Any:
