@@ -117,7 +117,9 @@ def compile(
       of a batch but the last), "always" (all). "selective", with backward="code": what is cheap to compute is
       recomputed where that keeps less; calls, and stages that autograd trains, run as with "except_last". A set of
       stage numbers: "except_last" for these, "never" for the others. "auto": for each stage the one of these four with
-      which the simulated step is shortest, within `memory_limit`. No forward runs again right before its backward.
+      which the simulated step is shortest, within `memory_limit`. If not given: "except_last" for the stages where
+      a device then keeps less at its peak, as simulated, and "never" for the others. No forward runs again right before
+      its backward.
     - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step. It holds for batches of the
       size of the first; larger ones may need more. On CPU workers only what is kept for backward counts, as in
       `pipe.timeline.high_water`: exact with backward="code", otherwise estimated. On accelerators parameters, gradients

@@ -9,25 +9,46 @@ import torch
 from torch import Tensor
 
 from .call_arguments import Call
+from .nested_values import change
 
 
 @dataclass(frozen=True)
 class CallSignature:
     """A summary of a kind of call: the mode of the model, for each tensor its path and its type as text, with "b" for
-    the batch, the type that autocast gives, if it is on, by device, and whether gradients are on."""
+    the batch, the type that autocast gives, if it is on, by device, the paths of each tensor that has several, and
+    whether gradients are on."""
 
     training: bool
     tensors: tuple[tuple[str, str], ...]
     autocast: tuple[tuple[str, str], ...] = ()
+    same: tuple[tuple[str, ...], ...] = ()
     grad: bool = True
 
 
 def signature_of(call: Call, training: bool) -> CallSignature:
     """The signature of a call."""
-    tensors = tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values())
+    paths = _paths(call)
+    tensors = tuple(
+        (path, _shown(leaf.real, leaf.batch_dim)) for key, leaf in call.leaves.items() for path in paths[key]
+    )
     kinds = dict.fromkeys(("cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")))
     cast = {kind: _name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)}
-    return CallSignature(training, tensors, tuple(cast.items()), torch.is_grad_enabled())
+    same = tuple(tuple(several) for several in paths.values() if len(several) > 1)
+    return CallSignature(training, tensors, tuple(cast.items()), same, torch.is_grad_enabled())
+
+
+def _paths(call: Call) -> dict[int, list[str]]:
+    """All paths of each stand-in, by its `id`."""
+    paths: dict[int, list[str]] = {}
+
+    def note(path: str, tensor: Tensor) -> Tensor:
+        paths.setdefault(id(tensor), []).append(path)
+        return tensor
+
+    values = (*call.args, *call.kwargs.values(), *call.target.values())
+    for name, value in zip((*call.names, *call.target), values, strict=True):
+        change(value, note, name)
+    return paths
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -49,6 +70,9 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
     'train to eval'
     >>> why_new(CallSignature(True, small.tensors, (("cpu", "bfloat16"),)), [small])
     'autocast is bfloat16 on cpu, and was off'
+    >>> both = (("ids", "int64[b]"), ("labels", "int64[b]"))
+    >>> why_new(CallSignature(True, both), [CallSignature(True, both, same=(("ids", "labels"),))])
+    'ids and labels are not one tensor, and were'
     """
     if not before:
         return f"first {what}"
@@ -62,6 +86,8 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
             return _of_autocast(new) + ", and was " + _of_autocast(same[-1]).removeprefix("autocast is ")
         if all(one.grad != new.grad for one in same):
             return "gradients are on, and were off" if new.grad else "gradients are off, and were on"
+        if all(one.same != new.same for one in same if one.autocast == new.autocast):
+            return _of_same(new.same, same[-1].same)
         return "something else that the model depends on has changed"
     last = next((one for one in reversed(alike) if one.keys() == now.keys()), None)
     if last is None:
@@ -72,3 +98,10 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
 
 def _of_autocast(one: CallSignature) -> str:
     return f"autocast is {', '.join(f'{dtype} on {kind}' for kind, dtype in one.autocast) or 'off'}"
+
+
+def _of_same(now: tuple[tuple[str, ...], ...], before: tuple[tuple[str, ...], ...]) -> str:
+    joined = next((paths for paths in now if paths not in before), None)
+    if joined is not None:
+        return f"{' and '.join(joined)} are one tensor, and were not"
+    return f"{' and '.join(next(paths for paths in before if paths not in now))} are not one tensor, and were"

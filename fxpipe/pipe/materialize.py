@@ -248,10 +248,12 @@ def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | 
                     called(init, (module, path), module, path)
     missed = [slot for slot in slots if slot.now is not None and memory_of(slot.now) in made - mode.written]
     if missed:
-        first, kind = missed[0], type(missed[0].module).__name__
+        pairs = list(dict.fromkeys((type(slot.module).__name__, slot.key) for slot in missed))
+        kind, key = pairs[0]
+        lines = [f"    if isinstance(module, {kind}): module.{key}.copy_(...)" for kind, key in pairs]
         how = (
-            f"Give {kind} a method reset_parameters that sets {first.key}, or pass init=, a function of (module, path) "
-            f"that does: if isinstance(module, {kind}): module.{first.key}.copy_(...)"
+            f"Give {kind} a method reset_parameters that sets {key}, or pass init=init, and write before"
+            f"{listed(['def init(module, path):', *lines])}"
         )
         if init is None and callable(getattr(model, "_init_weights", None)):  # of a model of transformers
             how = "Pass init=lambda module, path: model._init_weights(module), by which the model's library sets them"

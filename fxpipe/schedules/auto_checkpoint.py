@@ -1,4 +1,5 @@
-"""What each stage recomputes: the fastest choice in which every device stays within its memory.
+"""What each stage recomputes: the fastest choice in which every device stays within its memory; and, where nothing
+limits memory, only what makes a device keep less.
 
 What a device keeps depends on its own row alone: no other device changes the order in which it keeps and frees. So
 each device has its own choices that fit. Of these, only the ones that no other one beats in every action matter: a step
@@ -9,7 +10,7 @@ been found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, product
@@ -74,6 +75,33 @@ def auto_checkpoint(
     return _Search(schedule, tuple(devices), hops, reductions, fitting).fastest()
 
 
+def where_it_saves(
+    schedule_of: Callable[[Sequence[StageCost]], Schedule], costs: Sequence[StageCost], devices: Sequence[str]
+) -> tuple[str, ...]:
+    """The mode of each stage: as in its cost, or "never" where no device then needs more memory at its peak. Of the
+    stages of a device, the last ones come first: under most schedules they keep the fewest micro-batches.
+    `schedule_of`: the schedule of a step with such costs; `devices` are names, one per row.
+
+    >>> from fxpipe.schedules.one_f_one_b import one_f_one_b
+    >>> costs = [StageCost(1, 2, saved=100, taken=10, checkpoint="except_last", keeps_at_once=True)] * 3
+    >>> where_it_saves(lambda costs: one_f_one_b(3, 4), costs, ("a", "b", "c"))
+    ('except_last', 'never', 'never')
+    """
+    rows = schedule_of(costs).stages
+
+    def fits(some: Sequence[StageCost]) -> list[bool]:
+        return [peak <= limit for peak, limit in zip(_peaks(schedule_of(some), some, devices), most, strict=True)]
+
+    now, most = list(costs), _peaks(schedule_of(costs), costs, devices)
+    for at in range(max(map(len, rows))):
+        turn = [sorted(row)[-1 - at] if at < len(row) else None for row in rows]
+        tried = [replace(cost, checkpoint="never") if s in turn else cost for s, cost in enumerate(now)]
+        good = [s for s, fit in zip(turn, fits(tried), strict=True) if fit]
+        less = [tried[s] if s in good else cost for s, cost in enumerate(now)]
+        now = less if all(fits(less)) else now
+    return tuple(cost.checkpoint for cost in now)
+
+
 def _combinations(options: Sequence[Sequence[StageCost]], stages: Sequence[int]) -> list[Costs]:
     """The choices of the stages of one device. If they are too many, those in which no stage has a later option than
     the stages before it: under most schedules earlier ones keep more micro-batches."""
@@ -87,15 +115,20 @@ def _combinations(options: Sequence[Sequence[StageCost]], stages: Sequence[int])
 
 
 def _needs(schedule: Schedule, devices: Sequence[str], every: Sequence[Sequence[Costs]]) -> list[list[int]]:
-    """The most memory of each device with each of its choices. Actions take some seconds here: what is kept and freed
-    in no time would not show."""
+    """The most memory of each device with each of its choices."""
     needs: list[list[int]] = [[] for _ in every]
     for at in range(max(map(len, every))):
         costs = {s: cost for several in every for s, cost in several[min(at, len(several) - 1)].items()}
-        timed = [replace(costs[s], forward=1.0, backward=2.0) for s in range(len(costs))]
-        for found, peak in zip(needs, simulate(schedule, timed, (), devices).high_water, strict=True):
+        for found, peak in zip(needs, _peaks(schedule, [costs[s] for s in range(len(costs))], devices), strict=True):
             found.append(peak)
     return [found[: len(several)] for found, several in zip(needs, every, strict=True)]
+
+
+def _peaks(schedule: Schedule, costs: Sequence[StageCost], devices: Sequence[str]) -> tuple[int, ...]:
+    """The most memory of each device. Actions take some seconds here: what is kept and freed in no time would not
+    show."""
+    timed = [replace(cost, forward=1.0, backward=2.0) for cost in costs]
+    return simulate(schedule, timed, (), devices).high_water
 
 
 def _choice(schedule: Schedule, costs: Costs) -> _Choice:

@@ -78,6 +78,26 @@ def test_captures_say_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     pipe.close()
 
 
+def test_two_arguments_were_one_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor, labels: list[Tensor]) -> Tensor:
+            return self.last(self.first(inputs)) - labels[0]
+
+    said, pipe, x, y = listening(caplog), fxpipe.compile(Pair(), 2, 2), torch.randn(6, 4), torch.randn(6, 4)
+    pipe(x, [x])
+    said.clear()
+    pipe(x, [y])
+    pipe(y, [y])
+    first, *other = [message for message in said.messages if message.startswith("capturing")]
+    assert first == "capturing Pair: inputs and labels[0] are not one tensor, and were"
+    assert other == []
+    pipe.close()
+
+
 def test_plans_and_searches_say_it_at_once(caplog: pytest.LogCaptureFixture) -> None:
     said = listening(caplog)
     fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 2, example_inputs=torch.ones(4, 4)).close()

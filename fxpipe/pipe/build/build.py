@@ -35,7 +35,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
 from fxpipe.passes import lower
-from fxpipe.pipe.options.compile_options import Options, make_schedule
+from fxpipe.pipe.options.compile_options import Options, make_schedule, schedule_text
 from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
 from fxpipe.pipe.options.option_choices import choices
 from fxpipe.pipe.options.user_passes import passes_of
@@ -53,7 +53,7 @@ from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
 
 from .batch_statistics import BatchNorm, batch_norms
-from .checkpoint_choice import Lowered, chosen
+from .checkpoint_choice import Lowered, chosen, where_it_saves
 from .phase_timing import timed
 from .state_write_order import check_write_order
 
@@ -164,8 +164,7 @@ def draft(
     home: Placement | None,
     owners: Mapping[str, str],
 ) -> Build:
-    """The build without its files; arguments as of `build`. With checkpoint="auto", the fastest that stays within
-    memory."""
+    """The build without its files, with checkpoint="auto" the fastest within memory; arguments as of `build`."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
@@ -251,6 +250,9 @@ def _drafted(
         room = memory_limits(runs, cluster, options)
         copies = parameter_copies(runs, options)
 
+        def merged(costs: Sequence[StageCost]) -> Schedule:
+            return merge_backward_halves(schedule, costs, between) if options.schedule in SCHEDULES else schedule
+
         def peaks(one: Lowered) -> dict[str, int]:
             found = simulate(schedule, costs_of(one, copies), between, labels)
             return dict(zip(labels, found.high_water, strict=True))
@@ -268,15 +270,15 @@ def _drafted(
                 if trains or graph.training:
                     raise
                 made = made.recomputing(["always"] * len(program.stages))  # without gradients evaluation keeps nothing
-            decided, program = made.plan, made.program
+        elif options.saves_only:
+            made = where_it_saves(made, costs_of(made), merged, labels)
+        decided, program = made.plan, made.program
         costs = costs_of(made)
 
         def in_memory(one: Schedule) -> bool:
             return not room or fits(simulate(one, costs_of(made, copies), between, labels), room)
 
-        if options.schedule in SCHEDULES and any(action.kind != "F" for action in schedule.place):  # not the user's own
-            merged = merge_backward_halves(schedule, costs, between)
-            schedule = merged if in_memory(merged) else schedule
+        schedule = joined if in_memory(joined := merged(costs)) else schedule
         pairs: tuple[str, ...] = ()
         if options.overlap_pairs and trains:
             alone = [stage.index for stage in program.stages if stage.backward is None]
@@ -357,13 +359,6 @@ def lowered_totals(graph: Graph, plan: Plan) -> Program | None:
         return None
     stage = StagePlan(tuple(op.name for op in totals.ops), plan.stages[-1].device, "never")
     return lower(totals, Plan(totals.model, (stage,), 1))
-
-
-def schedule_text(options: Options) -> str:
-    """The schedule as the plan states it: its name, or the whole schedule if it is the user's or has a `warmup`."""
-    if isinstance(options.schedule, str) and options.warmup is None:
-        return options.schedule
-    return str(make_schedule(options, options.devices, options.chunks))
 
 
 def decide(

@@ -25,6 +25,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.graph.value_types import BATCH
+from fxpipe.ir.plan.plan import with_modes
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.units import show_bytes
@@ -163,7 +164,10 @@ class BuildCache:
         for path, stage in stages.items():
             self.owners.setdefault(path, labels[stage])
         if self.home is None:
-            self.home = Placement(made.plan, stages, graph, made.sizes, made.profile)
+            plan = made.plan
+            if self.options.saves_only:  # what saves memory in a step may not in a call, and the other way round
+                plan = with_modes(plan, [str(self.options.checkpoint)] * len(plan.stages))
+            self.home = Placement(plan, stages, graph, made.sizes, made.profile)
             tensors = tensors_of(self.model)
             by_tensor = {id(tensors[path]): label for path, label in self.owners.items() if path in tensors}
             for path, tensor in tensors.items():

@@ -1,4 +1,5 @@
-"""checkpoint="auto": what each stage recomputes, for the fastest step in which every device stays within its memory.
+"""What each stage recomputes, where that is not said. By default: what makes its device keep less. With
+checkpoint="auto": what it must for the fastest step in which every device stays within its memory.
 
 What a stage keeps in the modes "never", "except_last" and "always" is known from one program. What it keeps with
 "selective" is known once its backward has been lowered for that, so this is done only where something has to be
@@ -16,7 +17,9 @@ from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, with_modes
 from fxpipe.ir.program.kept_bytes import KeptBytes
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.passes.recompute import recomputing
+from fxpipe.schedules import auto_checkpoint
 from fxpipe.schedules.auto_checkpoint import NothingFits
 from fxpipe.schedules.simulate.simulate import StageCost
 
@@ -42,6 +45,18 @@ class Lowered:
         modes = [mode if able else "never" for mode, able in zip(modes, can, strict=True)]
         trail = {name: recomputing(one, modes) if isinstance(one, Program) else one for name, one in self.trail.items()}
         return replace(self, plan=with_modes(self.plan, modes), program=recomputing(self.program, modes), trail=trail)
+
+
+def where_it_saves(
+    lowered: Lowered, costs: Costs, schedule: Callable[[Costs], Schedule], labels: Sequence[str]
+) -> Lowered:
+    """The plan without the recomputations that save no device any memory. `schedule`: of a step with such costs."""
+    modes = auto_checkpoint.where_it_saves(schedule, costs, labels)
+    waits = [stage.offload for stage in lowered.plan.stages]  # in host memory, so a stage that recomputes sends less
+    own = [
+        stage.checkpoint if wait else mode for stage, mode, wait in zip(lowered.plan.stages, modes, waits, strict=True)
+    ]
+    return lowered.recomputing(own)
 
 
 def chosen(

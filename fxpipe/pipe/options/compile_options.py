@@ -22,6 +22,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.units import count
 from fxpipe.passes import Pass
 from fxpipe.pipe.build.compiled.device_graphs import NAME, device_graphs, refusal
+from fxpipe.pipe.options.option_forms import Default
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
@@ -38,7 +39,7 @@ class Options:
     """The arguments of `fxpipe.compile`, as given there except for these:
 
     - `devices`: one label for each stage, or for each device of a strategy.
-    - `checkpoint`: also the mode of each stage.
+    - `checkpoint`: also the mode of each stage; as a `Default`, nothing was said.
     - `replicas`: the further devices of a stage, by the label of its first.
     - `cluster`: `devices` if that is a cluster, or the cluster that the plan was made for, if it runs on its devices.
     - `place`: the function of a strategy that assigns devices to ops.
@@ -49,7 +50,7 @@ class Options:
     chunks: int
     schedule: Own = "gpipe"
     warmup: tuple[int, ...] | None = None
-    checkpoint: str | frozenset[int] | tuple[str, ...] = "except_last"
+    checkpoint: str | frozenset[int] | tuple[str, ...] = Default("except_last")
     offload: frozenset[int] = frozenset()
     balance: str | tuple[int, ...] = "time"
     split_at: tuple[str, ...] = ()
@@ -70,6 +71,11 @@ class Options:
     ranks: bool = False
     transforms: tuple[Transform, ...] = ()
     passes: tuple[Pass, ...] = ()
+
+    @property
+    def saves_only(self) -> bool:
+        """Whether stages recompute only where their device then keeps less, as nothing was said about it."""
+        return isinstance(self.checkpoint, Default) and self.plan is None and self.place is None
 
 
 def check(options: Options) -> Options:
@@ -264,6 +270,13 @@ def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: 
     if all(action.kind == "F" for action in made.place):
         raise PlanError(f"the schedule {made.name!r} has no backward, and step() trains; call the pipe to run forward")
     return made
+
+
+def schedule_text(options: Options) -> str:
+    """The schedule as the plan states it: its name, or the whole schedule if it is the user's or has a `warmup`."""
+    if isinstance(options.schedule, str) and options.warmup is None:
+        return options.schedule
+    return str(make_schedule(options, options.devices, options.chunks))
 
 
 def device_labels(devices: int | str | Sequence[str | torch.device] | Cluster) -> tuple[str, ...]:

@@ -61,12 +61,13 @@ def digest(value: Any) -> str:
 def described(options: Options) -> str:
     """The options that must be the same on every rank, a line each."""
     schedule = options.schedule if isinstance(options.schedule, str) else str(type(options.schedule).__name__)
+    recomputed = options.checkpoint if isinstance(options.checkpoint, str) else sorted(options.checkpoint)
     return "\n".join(
         [
             f"devices     {', '.join(every_device(options))}",
             f"replicas    {', '.join(str(1 + len(options.replicas.get(first, ()))) for first in options.devices)}",
             f"chunks      {options.chunks}",
             f"schedule    {schedule}",
-            f"checkpoint  {options.checkpoint if isinstance(options.checkpoint, str) else sorted(options.checkpoint)}",
+            f"checkpoint  {recomputed}{', where that keeps less' if options.saves_only else ''}",
         ]
     )

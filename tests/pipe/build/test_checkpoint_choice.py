@@ -1,0 +1,66 @@
+"""By default a stage recomputes only where its device then keeps less, by what steps measure."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+
+X, Y = (torch.randn(16, 8, dtype=torch.float64) for _ in range(2))
+CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+
+
+def net() -> nn.Module:
+    blocks = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)) for _ in range(8))
+    return nn.Sequential(*blocks).double()
+
+
+def stepped(model: nn.Module, stages: int, schedule: str, **options: Any) -> tuple[tuple[int, ...], list[str], int]:
+    """The most bytes that each device kept in a step, the mode of each stage, and the number of recomputations."""
+    with closing(fxpipe.compile(model, CPUS[:stages], 8, schedule=schedule, backward="code", **options)) as pipe:
+        pipe.step(X, target=Y, loss_fn=F.mse_loss, timeline=True)
+        again = sum(span.kind == "R" for span in pipe.timeline.spans)
+        return pipe.timeline.high_water, [stage.checkpoint for stage in pipe.plan.stages], again
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_no_recomputation_that_saves_nothing(stages: int, schedule: str) -> None:
+    plain = net()
+    model = copy.deepcopy(plain)
+    least, _, most = stepped(copy.deepcopy(plain), stages, schedule, checkpoint="except_last")
+    peaks, modes, again = stepped(model, stages, schedule)
+    assert all(peak <= limit for peak, limit in zip(peaks, least, strict=True))
+    assert again <= most
+    for stage in (at for at, mode in enumerate(modes) if mode != "never"):
+        given = {at for at, mode in enumerate(modes) if mode != "never" and at != stage}
+        without, _, _ = stepped(copy.deepcopy(plain), stages, schedule, checkpoint=given)
+        assert any(peak > limit for peak, limit in zip(without, least, strict=True))
+    F.mse_loss(plain(X), Y).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+def test_two_stages_of_1f1b_recompute_nothing() -> None:
+    assert stepped(net(), 2, "1f1b")[1:] == (["never", "never"], 0)
+    assert stepped(net(), 2, "1f1b", checkpoint="except_last")[1:] == (["except_last", "except_last"], 7)
+
+
+def test_calls_are_another_order_and_recompute_what_saves_there() -> None:
+    with closing(fxpipe.compile(net(), CPUS[:2], 8, schedule="1f1b")) as pipe:
+        pipe.step(X, target=Y, loss_fn=F.mse_loss)
+        assert {stage.checkpoint for stage in pipe.plan.stages} == {"never"}
+        pipe(X).sum().backward()
+        assert {stage.checkpoint for stage in pipe.plan.stages} == {"except_last"}
+
+
+def test_one_micro_batch_is_not_recomputed() -> None:
+    with closing(fxpipe.compile(net(), CPUS[:2], 1, example_inputs=X)) as pipe:
+        assert {stage.checkpoint for stage in pipe.plan.stages} == {"never"}
