@@ -31,12 +31,19 @@ def message_table(program: Program, schedule: Schedule) -> MessageTable:
         {name: places.name(name) for name in moved},
         {name: found for name, found in forms.items() if found is not None},
         {name: line for name, line in origins.items() if line},
-        tuple((size.name, places.name(size.input), size.dim) for size in program.graph.sizes),
+        (*((size.name, places.name(size.input), size.dim) for size in program.graph.sizes), *_numbers(program, places)),
         tuple(_lent(program, loan, places.lent(loan)) for loan in program.loans),
         tuple(makers[output.value] for output in program.graph.outputs),
         shared,
         {name: _path(program, name) for bucket in shared for name, _ in bucket.tensors},
     )
+
+
+def _numbers(program: Program, places: Places) -> Iterator[tuple[str, str, None]]:
+    """The whole numbers among the inputs, which may be sizes of tensors that a stage makes."""
+    for item in program.graph.inputs:
+        if item.path and isinstance(item.type, ScalarType) and item.type.kind == "int":
+            yield item.name, places.name(item.name), None
 
 
 def form(kind: ValueType) -> Form | None:

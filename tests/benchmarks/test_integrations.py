@@ -91,3 +91,24 @@ def test_a_transformer_over_ranks_is_trained_as_the_plain_model(tmp_path: Path) 
     for row, other in zip(found, wanted, strict=True):
         assert list(map(float, row)) == pytest.approx(list(map(float, other)), rel=1e-9)
     assert float(found[-1][1]) < float(found[0][1])
+
+
+@pytest.mark.slow
+def test_trainer_over_ranks_trains_as_the_plain_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = ["-m", "benchmarks.integrations.trainer_ranks"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
+    printed = [
+        subprocess.run(command, cwd=ROOT, check=True, timeout=400, capture_output=True, text=True).stdout
+        for command in (
+            [*torchrun, str(tmp_path / "ranks")],
+            [sys.executable, *script, str(tmp_path / "alone"), "--plain"],
+        )
+    ]
+    found, wanted = (
+        [float(word) for line in text.splitlines() if line.startswith(("losses", "norms")) for word in line.split()[1:]]
+        for text in printed
+    )
+    assert len(found) == 11
+    assert found == pytest.approx(wanted, rel=1e-3)
+    assert (tmp_path / "ranks" / "model.safetensors.index.json").exists()

@@ -105,3 +105,24 @@ def test_calls(checkpoint: Any) -> None:
             for found in (outputs, expected):
                 found[0].square().sum().backward()
     assert_same(model, plain)
+
+
+def test_a_number_is_a_size_of_what_a_stage_makes() -> None:
+    """As the length of a static cache is: from the second number on, the size is left open."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            h = self.first(x)
+            return self.last(h.new_ones(len(x), times, 4) * h[:, None]).sum(1)
+
+    model, x = Repeats().double(), torch.randn(6, 4, dtype=torch.float64)
+    pipe = fxpipe.compile(model, 2, 3, split_at=["last"], schedule="1f1b")
+    for times in (3, 4, 5):
+        torch.testing.assert_close(pipe(x, times), model(x, times))
+        loss = pipe.step(x, times, loss_fn=lambda out: out.square().mean())
+        torch.testing.assert_close(loss, model(x, times).square().mean())
+    pipe.close()

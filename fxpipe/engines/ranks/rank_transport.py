@@ -65,7 +65,8 @@ class RankTransport:
     ) -> None:
         self.program, self.world, self.shards = program, program.world, shards
         self.rows_of, self.sizes = m.rows_of, m.sizes
-        self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.table.sizes]) for one in m]
+        found = [[(getattr(one, source), dim) for _, source, dim in program.table.sizes] for one in m]
+        self.known = [tuple([value if dim is None else value.shape[dim] for value, dim in row]) for row in found]
         self.arrived: dict[Key, Any] = {}
         self.posted: dict[Key, tuple[RankMessage, Callable[[], Any]]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in self.world.others}

@@ -52,7 +52,7 @@ class MessageTable:
     - `replica_groups`: the devices of each stage, one for each replica.
     - `names`: the name of each value in the generated code.
     - `forms`: the dtype and shape of each value that moves; `origins`: the user's line that made it.
-    - `sizes`: the name, input and dimension of each number that shapes depend on.
+    - `sizes`: the name, input and dimension of each number that shapes depend on; None: the input is the number.
     - `lent`: the tensors that stages lend.
     - `makers`: for each output of the model the stage that makes it, -1 if it is an input.
     - `buckets`: the gradient buckets.
@@ -64,7 +64,7 @@ class MessageTable:
     names: Mapping[str, str]
     forms: Mapping[str, Form]
     origins: Mapping[str, str]
-    sizes: tuple[tuple[str, str, int], ...]
+    sizes: tuple[tuple[str, str, int | None], ...]
     lent: tuple[LentTensor, ...]
     makers: tuple[int, ...]
     buckets: tuple[Bucket, ...]

@@ -51,10 +51,11 @@ def real(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:
-    """The number of each symbolic size for the first micro-batch, which is the largest."""
+    """The number of each symbolic size for the first micro-batch, which is the largest. A whole number among the inputs
+    may be a size, too."""
     rows = split_sizes(batch_size(graph, inputs), chunks)[0]
     known = {item.name: (item, value) for item, value in given(graph, inputs)}
-    sizes = {}
+    sizes = {name: value for name, (_, value) in known.items() if type(value) is int}
     for size in graph.sizes:
         item, value = known[size.input]
         sizes[size.name] = rows if size.dim == item.batch_dim else int(value.shape[size.dim])
