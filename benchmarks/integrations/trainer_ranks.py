@@ -1,4 +1,4 @@
-"""The Trainer of transformers over the ranks of torchrun: its loop on each rank, with `pipe.step` in place of its backward.
+"""The Trainer of transformers over the ranks of torchrun: its loop on each rank, with `pipe.step` in place of backward.
 
     torchrun --nproc-per-node 2 -m benchmarks.integrations.trainer_ranks folder
     python -m benchmarks.integrations.trainer_ranks folder --plain
