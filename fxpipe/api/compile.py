@@ -162,7 +162,7 @@ def compile(
       one of them.
     - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
       length needs no capture; where the model, or backward="code", needs a number, it is one. False, and with a
-      strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in other tensors.
+      strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in others.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). Sums and means over
       the samples stay exact without it; of a loss, it is about the other summands, by their variables' names, as in
