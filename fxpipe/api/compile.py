@@ -118,8 +118,7 @@ def compile(
       recomputed where that keeps less; calls, and stages that autograd trains, run as with "except_last". A set of
       stage numbers: "except_last" for these, "never" for the others. "auto": for each stage the one of these four with
       which the simulated step is shortest, within `memory_limit`. If not given: "except_last" for the stages where
-      a device then keeps less at its peak, as simulated, and "never" for the others. No forward runs again right before
-      its backward.
+      a device then keeps less at its simulated peak, else "never". No forward runs again right before its backward.
     - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step. It holds for batches of the
       size of the first; larger ones may need more. On CPU workers only what is kept for backward counts, as in
       `pipe.timeline.high_water`: exact with backward="code", otherwise estimated. On accelerators parameters, gradients
@@ -138,8 +137,7 @@ def compile(
       for each device, or a `Schedule`, or a function of (number of stages, number of micro-batches) that returns one of
       these. A plain call always has GPipe's order, as autograd can only begin with the loss of the whole batch.
     - `stages_per_device`: for "interleaved" and "looped-bfs"; 2 if not given.
-    - `warmup`: for "1f1b", how many forwards each stage runs before its first backward; (4, 3, 2, 1) is the default for
-      four stages.
+    - `warmup`: for "1f1b", how many forwards each stage runs before its first backward; of four stages (4, 3, 2, 1).
     - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
       to the stages in order, and each device of a stage gets a slice of every micro-batch. If two stages have one
       device in common, they must have the same devices.
