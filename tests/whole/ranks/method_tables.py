@@ -65,6 +65,12 @@ def named(run: Any, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {names[id(x)]: x for x in tensors if id(x) in names}
 
 
+def registered(run: Any) -> None:
+    """Register the class of the model, and forget it again: it is a fact of the class."""
+    run.register_for_auto_class()
+    type(whole(run))._auto_class = None
+
+
 MODULE: dict[str, Call] = {
     **alone("children", "modules", "named_children", "named_modules", "state_dict", "eval", "train", "zero_grad"),
     **alone("cpu", "cuda", "ipu", "mtia", "xpu", "get_extra_state", "share_memory"),
@@ -109,7 +115,7 @@ LANGUAGE: dict[str, Call] = {
     **alone("get_memory_footprint", "get_output_embeddings", "get_position_embeddings", "tie_weights"),
     **alone("gradient_checkpointing_enable", "init_parallel_plans", "init_weights", "initialize_weights"),
     **alone("is_backend_compatible", "is_custom_code", "is_remote_code", "load_adapter"),
-    **alone("num_parameters", "post_init", "register_for_auto_class", "load_custom_generate"),
+    **alone("num_parameters", "post_init", "load_custom_generate"),
     **alone("gradient_checkpointing_disable", "named_non_persistent_buffers"),
     "add_adapter": lambda run, given: run.add_adapter(lora()),
     "add_model_tags": lambda run, given: run.add_model_tags(["tag"]),
@@ -134,6 +140,7 @@ LANGUAGE: dict[str, Call] = {
     "retrieve_modules_from_names": lambda run, given: run.retrieve_modules_from_names(["lm_head.weight"]),
     "save_distributed_checkpoint": lambda run, given: run.save_distributed_checkpoint(run, given.folder),
     "save_pretrained": lambda run, given: run.save_pretrained(given.folder),
+    "register_for_auto_class": lambda run, given: registered(run),
     "set_adapter": lambda run, given: run.set_adapter("a"),
     "set_attn_implementation": lambda run, given: run.set_attn_implementation("eager"),
     "set_decoder": lambda run, given: run.set_decoder(run.get_decoder()),

@@ -52,9 +52,10 @@ class Pool:
             theirs.close()
         self.ends = [ours for ours, _ in ends]
 
-    def start(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
+    def start(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int], patience: float = PATIENCE) -> None:
+        """`patience`: seconds after which each rank prints where it is."""
         for rank in ranks:
-            self.ends[rank].send((function, tuple(ranks), args))
+            self.ends[rank].send((function, tuple(ranks), args, patience))
 
     def results(self, ranks: Sequence[int], patience: float = PATIENCE) -> list[Any]:
         """What the function has returned on each rank. Raises RankFailed with the tracebacks of those it failed on."""
@@ -90,10 +91,10 @@ def serve(end: Connection, rank: int, size: int, meeting: str) -> None:
     groups = {ranks: dist.new_group(list(ranks)) for ranks in GROUPS if max(ranks) < size}
     while True:
         try:
-            function, ranks, args = end.recv()
+            function, ranks, args, patience = end.recv()
         except EOFError:
             return
-        faulthandler.dump_traceback_later(PATIENCE)
+        faulthandler.dump_traceback_later(patience)
         try:
             answer = "", function(groups[ranks], *args)
         except BaseException:

@@ -23,7 +23,7 @@ def test_generate(pool: Pool) -> None:
 def test_generate_in_all_ways(pool: Pool, name: str, ranks: tuple[int, ...]) -> None:
     if name == "lora":
         pytest.importorskip("peft")
-    pool.start(generating.generates, name, tuple(generating.WAYS), ranks=ranks)
+    pool.start(generating.generates, name, tuple(generating.WAYS), ranks=ranks, patience=900)
     pool.results(ranks, patience=900)  # each way is captured twice or more
 
 

@@ -10,7 +10,7 @@ from tests.whole.ranks.pool import Pool
 
 @pytest.mark.long
 def test_ten_thousand_steps_leave_nothing(pool: Pool) -> None:
-    pool.start(long.many_steps, 300, 10_000, ranks=(0, 1))
+    pool.start(long.many_steps, 300, 10_000, ranks=(0, 1), patience=900)
     pool.results((0, 1), patience=900)
 
 
