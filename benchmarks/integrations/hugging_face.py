@@ -97,7 +97,7 @@ def adapters() -> Pair:
     plain = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).train()
     model, ids = copy.deepcopy(plain), tokens()
     plain(input_ids=ids, labels=ids).loss.backward()
-    pipe = fxpipe.compile(model, devices=2, chunks=2, schedule="1f1b")
+    pipe = fxpipe.compile(model, devices=2, chunks=2, schedule="1f1b", checkpoint="always")
     pipe.step(input_ids=ids, labels=ids)
     pipe.close()
     return norms(model), norms(plain)
