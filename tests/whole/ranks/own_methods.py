@@ -88,8 +88,8 @@ def called(
 ) -> tuple[list[str], list[str]]:
     """The names of the methods that some rank refuses, and what is wrong on this one."""
     start = MADE[name]().eval()
-    if dist.get_rank(group) == 0 and hasattr(start, "save_pretrained"):
-        start.save_pretrained(folder / "saved")
+    if hasattr(start, "save_pretrained"):  # which also changes the model's config
+        start.save_pretrained(folder / ("saved" if dist.get_rank(group) == 0 else "unread"))
     pair, refused, wrong = Pair(group, name, copy.deepcopy(start), gathered), set(), []
     for method, call in table.items():
         trial = copy.deepcopy(pair.plain)
@@ -100,19 +100,19 @@ def called(
             problem = ""
         except Exception as error:  # all that is wrong is told at once
             refuses, problem = False, f"{method}: {type(error).__name__}: {error}"
-        every = pair.pipe.collect((problem, refuses))
-        refused |= {method} if any(one for _, one in every) else set()
-        failed = any(found for found, _ in every)
-        changed = structure(trial) != structure(pair.plain)
-        if changed and len({one for _, one in every}) > 1:
+        every = pair.pipe.collect((problem, refuses, structure(trial) != structure(pair.plain)))
+        failed, refusing, changed = (any(found) for found in zip(*every, strict=True))
+        refused |= {method} if refusing else set()
+        partly = refusing and not all(one for _, one, _ in every)
+        if changed and partly:
             problem = f"{method}: refused on some ranks, and the others have changed: {every}"
-        elif changed and not refuses and not failed:
+        elif changed and not refusing and not failed:
             try:
                 pair.check_outputs(trial)
             except Exception as error:
                 problem = f"{method}, and then a call: {type(error).__name__}: {error}"
         wrong += [problem] if problem else []
-        if failed or (changed and not refuses):
+        if failed or (changed and (partly or not refusing)):
             pair.pipe.close()
             pair = Pair(group, name, copy.deepcopy(start), gathered)
         elif not refuses:
