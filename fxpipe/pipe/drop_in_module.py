@@ -244,6 +244,14 @@ class DropInModule(nn.Module):
         """The model's buffers, with its keys; in a `RankPipe`, those of the stages on this rank."""
         return self._state.tensors.only_held(super().named_buffers(*args, **kwargs))
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """The model's; `pipe.model` is the model, and not a child of that name."""
+        return self.model.get_submodule(target) if target else self
+
+    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        """As of the model."""
+        self.model.set_submodule(target, module, strict)
+
     def train(self, mode: bool = True) -> Self:
         """Switch the model and all its submodules to training or evaluation."""
         self.model.train(mode)

@@ -65,6 +65,16 @@ def named(run: Any, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {names[id(x)]: x for x in tensors if id(x) in names}
 
 
+def emptied(run: Any, state: dict[str, Any]) -> Any:
+    """All tensors without values, and then with values again."""
+    found = run.to_empty(device="cpu")
+    run.load_state_dict(state)
+    for key, buffer in run.named_buffers():
+        if key not in state:
+            buffer.fill_(0.5)
+    return found
+
+
 def registered(run: Any) -> None:
     """Register the class of the model, and forget it again: it is a fact of the class."""
     run.register_for_auto_class()
@@ -99,7 +109,7 @@ MODULE: dict[str, Call] = {
     "set_extra_state": lambda run, given: run.set_extra_state(None),
     "set_submodule": lambda run, given: run.set_submodule("extra", nn.Identity()),
     "to": lambda run, given: run.to(torch.float64).to("cpu").to(torch.float32),
-    "to_empty": lambda run, given: type(run.to_empty(device="cpu")) and run.load_state_dict(given.state),
+    "to_empty": lambda run, given: emptied(run, given.state),
     "type": lambda run, given: run.type(torch.float64).float(),
 }  # fmt: skip
 MODULE_UNTRIED = {
