@@ -49,7 +49,8 @@ class Noting(nn.Module):
         self.model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
+        found: torch.Tensor = self.model(x)
+        return found
 
     def double(self) -> Noting:
         self.noted = torch.float64

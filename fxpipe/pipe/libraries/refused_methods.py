@@ -14,6 +14,7 @@ REFUSED = {
     "generate_batch": ALONE,
     "init_continuous_batching": ALONE,
     "continuous_batching_context_manager": ALONE,
+    "load_adapter": WHOLE,
     "resize_token_embeddings": WHOLE,
     "to_onnx": WHOLE,
     "to_tensorrt": WHOLE,

@@ -100,14 +100,13 @@ ADAPTED: dict[str, Call] = {
         SEQUENCES
     ),
     "create_or_update_model_card": lambda run, given: run.create_or_update_model_card(str(given.folder)),
-    "delete_adapter": lambda run, given: run.delete_adapter("default"),
+    "delete_adapter": lambda run, given: (run.add_adapter("other", lora()), run.delete_adapter("other")),
     "disable_adapter": lambda run, given: without_adapter(run),
     "forward": lambda run, given: under_no_grad(run.forward, **language()),
     "from_pretrained": lambda run, given: run.from_pretrained(tiny("llama"), given.saved),
     "generate": lambda run, given: run.generate(SEQUENCES, max_new_tokens=2, do_sample=False, pad_token_id=0),
     "get_prompt": lambda run, given: run.get_prompt(2),
     "get_prompt_embedding_to_save": lambda run, given: run.get_prompt_embedding_to_save("default"),
-    "load_adapter": lambda run, given: run.load_adapter(given.saved, "other"),
     "prepare_inputs_for_generation": lambda run, given: run.prepare_inputs_for_generation(SEQUENCES),
     "prepare_model_for_gradient_checkpointing": lambda run, given: run.prepare_model_for_gradient_checkpointing(
         run.get_base_model()
@@ -225,8 +224,13 @@ SHARES = {"parameters", "named_parameters", "buffers", "named_buffers", "state_d
 TABLES = {"llama": LANGUAGE, "mixtral": LANGUAGE, "t5": LANGUAGE | T5}
 TABLES |= {"peft": ADAPTED, "diffusers": DIFFUSION, "pytorch_lightning": LIGHTNING}
 HUB = {"push_to_hub": LANGUAGE_REFUSED["push_to_hub"]}
+ADAPTED_REFUSED = HUB | {"load_adapter": lambda run, given: run.load_adapter(given.saved, "other")}
 REFUSED = dict.fromkeys(("llama", "mixtral", "t5"), LANGUAGE_REFUSED)
-REFUSED |= {"peft": HUB, "diffusers": HUB, "pytorch_lightning": alone("to_onnx", "to_tensorrt", "to_torchscript")}
+REFUSED |= {
+    "peft": ADAPTED_REFUSED,
+    "diffusers": HUB,
+    "pytorch_lightning": alone("to_onnx", "to_tensorrt", "to_torchscript"),
+}
 UNTRIED = dict.fromkeys(("llama", "mixtral", "t5"), MODULE_UNTRIED | LANGUAGE_UNTRIED)
 UNTRIED |= dict.fromkeys(("peft", "diffusers", "pytorch_lightning"), MODULE_UNTRIED)
 

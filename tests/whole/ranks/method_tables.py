@@ -124,7 +124,7 @@ LANGUAGE: dict[str, Call] = {
     **alone("get_encoder", "get_expanded_tied_weights_keys", "get_experts_implementation", "get_input_embeddings"),
     **alone("get_memory_footprint", "get_output_embeddings", "get_position_embeddings", "tie_weights"),
     **alone("gradient_checkpointing_enable", "init_parallel_plans", "init_weights", "initialize_weights"),
-    **alone("is_backend_compatible", "is_custom_code", "is_remote_code", "load_adapter"),
+    **alone("is_backend_compatible", "is_custom_code", "is_remote_code"),
     **alone("num_parameters", "post_init", "load_custom_generate"),
     **alone("gradient_checkpointing_disable", "named_non_persistent_buffers"),
     "add_adapter": lambda run, given: run.add_adapter(lora()),
@@ -170,7 +170,7 @@ T5: dict[str, Call] = {
     "get_compiled_call": lambda run, given: under_no_grad(run.get_compiled_call(eager()), **both_texts()),
 }
 LANGUAGE_REFUSED: dict[str, Call] = {
-    **alone("init_continuous_batching"),
+    **alone("init_continuous_batching", "load_adapter"),
     "continuous_batching_context_manager": lambda run, given: run.continuous_batching_context_manager().__enter__(),
     "generate_batch": lambda run, given: run.generate_batch([[1, 2]]),
     "push_to_hub": lambda run, given: run.push_to_hub("a/b"),
