@@ -12,7 +12,8 @@ from tests.whole.ranks.pool import Pool
 PAIR = (0, 1)
 LIBRARIES = {"llama": "transformers", "mixtral": "transformers", "t5": "transformers"}
 # What each rank refuses, of the methods that no table says are.
-ALSO = {"pytorch_lightning": {"test_step", "training_step"}}
+ALSO = {"peft": {"save_pretrained"}, "diffusers": {"save_pretrained"}}
+ALSO |= {"pytorch_lightning": {"test_step", "training_step"}}
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "peft", "diffusers", "pytorch_lightning"])
