@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import isfunction
-from types import MethodType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -86,7 +85,7 @@ class Inherited:
             return self.method
         name = self.method.__name__
         if getattr(type(vars(shell).get("model")), name, self.method) is self.method:
-            return MethodType(self.method, shell)
+            return self.method.__get__(shell, kind)  # type: ignore[no-any-return]
         own = shell._state.tensors.attribute(shell, name)
 
         @wraps(own)

@@ -80,7 +80,7 @@ def test_explain(pipe: fxpipe.Pipe) -> None:
     assert [row[7:] for row in cells] == [
         ["64 B", "64 B", "except_last"],
         ["64 B", "64 B", "except_last"],
-        ["64 B", "64 B", "except_last"],
+        ["64 B", "64 B", "never"],  # it would keep no less
     ]
     assert rows[3:] == ["", "shared: first_weight, at home in stage 0, used by stage 2, 256 B once a step"]
 

@@ -266,6 +266,7 @@ def test_a_capture_for_each_mode(name: str, order: str) -> None:
     pipe.close()
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*the model asks for checkpoints of activations")
 @pytest.mark.parametrize(("kind", "order"), list(zip(SPECIFIC, cycle(ORDERS))))
 def test_what_differs_between_the_modes(kind: type[nn.Module], order: str) -> None:
     model = kind()
@@ -279,6 +280,7 @@ def test_what_differs_between_the_modes(kind: type[nn.Module], order: str) -> No
     pipe.close()
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*the model asks for checkpoints of activations")
 @pytest.mark.parametrize("kind", mostly_slow([None, *SPECIFIC], lambda kind: kind in (None, Branches, Norms)))
 def test_training_draws_as_before(kind: type[nn.Module] | None) -> None:
     """What a pipe computes in training is the same whether or not it has run in evaluation."""

@@ -322,6 +322,7 @@ def test_functional_call(make: Make) -> None:
     close(pipe(X), plain(X))
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*the model asks for checkpoints of activations")
 def test_checkpoint_inside_the_model(make: Make) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:

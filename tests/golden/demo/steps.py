@@ -1,4 +1,4 @@
-"""UNet, trained: 4 stages, 8 micro-batches, 1f1b, all but the last recomputed in backward.
+"""UNet, trained: 4 stages, 8 micro-batches, 1f1b, stages 0, 1 recomputed in backward.
 
     clock   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18  19  20  21
     cpu:0  F0  F1  F2  F3              B0  F4  B1  F5  B2  F6  B3  F7  B4      B5      B6      B7
@@ -79,13 +79,10 @@ class Scheduler(StepScheduler):
     def forward_2(self, m: Step, i: int) -> None:
         # from stage 0, stage 1
         skip1, skip2, conv2d_8 = m.receive(2, i, "skip1", "skip2", "conv2d_8")
-        # all but the last are computed again in backward; skipped when backward runs next
-        forward = m.forward if i == m.last else m.forward_to_recompute
-        cat_2 = forward(2, i, skip1, skip2, conv2d_8)
+        cat_2 = m.forward(2, i, skip1, skip2, conv2d_8)
         m.send(2, i, "cat_2", cat_2, to=3)
 
     def backward_2(self, m: Step, i: int) -> None:
-        m.recompute(2, i)  # while the gradients are on their way
         dcat_2 = m.receive_gradient(2, i, "cat_2", source=3)
         dskip1, dskip2, dconv2d_8 = m.backward(2, i, dcat_2)
         m.send_gradient(2, i, "skip1", dskip1, to=0)
@@ -97,13 +94,10 @@ class Scheduler(StepScheduler):
     def forward_3(self, m: Step, i: int) -> None:
         # from the batch, stage 2
         image, cat_2 = m.receive(3, i, "image", "cat_2")
-        # all but the last are computed again in backward; skipped when backward runs next
-        forward = m.forward if i == m.last else m.forward_to_recompute
-        loss = forward(3, i, image, cat_2)
+        loss = m.forward(3, i, image, cat_2)
         m[i].loss = loss.detach()
 
     def backward_3(self, m: Step, i: int) -> None:
-        m.recompute(3, i)  # while the gradients are on their way
         dloss = m.root(3, i, "loss")
         dcat_2 = m.backward(3, i, dloss)
         m.send_gradient(3, i, "cat_2", dcat_2, to=2)

@@ -70,7 +70,7 @@ CPUS = ("--cluster", "cpus.json", "--planner", "straight", "--batch", "16", "--t
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets").mkdir()
-    (tmp_path / "nets" / "model.py").write_text(MODEL)
+    (tmp_path / "nets" / "token_nets.py").write_text(MODEL)
     cpus = Cluster.of([f"cpu:{i}" for i in range(4)])
     (tmp_path / "cpus.json").write_text(dump(cpus))
     (tmp_path / "one.json").write_text(dump(Cluster.of(["cpu:0"])))
@@ -86,7 +86,7 @@ def plan(*arguments: str) -> int:
 
 
 def test_a_plan_for_cpus(here: Path, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
-    made = ("nets/model.py:make_model", "f32[8,8]", *CPUS, "--micro-batches", "4")
+    made = ("nets/token_nets.py:make_model", "f32[8,8]", *CPUS, "--micro-batches", "4")
     assert plan(*made, "--launch", "runs/first") == 0
     assert capsys.readouterr().out.endswith("start it: bash runs/first/launch.sh --steps 100\n")
     folder = here / "runs" / "first"
@@ -100,13 +100,13 @@ def test_a_plan_for_gpus_of_several_hosts(here: Path, golden: Golden) -> None:
     """On the meta device, in f16 under autocast with a scaler, with the optimizer's state shared out."""
     options = ("--cluster", "A:16", "--batch", "64", "--planner", "data parallel", "--micro-batches", "2", "--meta")
     types = ("--dtype", "f16", "--optimizer-sharding", "zero1")
-    assert plan("nets/model.py:tokens", *options, *types, "--launch", "gpus") == 0
+    assert plan("nets/token_nets.py:tokens", *options, *types, "--launch", "gpus") == 0
     for name in ("train.py", "launch.sh", "job.slurm"):
         golden(f"launch/gpus/{name}", (here / "gpus" / name).read_text())
 
 
 def test_stages_that_go_back_and_forth_between_hosts(here: Path) -> None:
-    made = ("nets/model.py:make_model", "f32[8,8]", "--cluster", "servers.json", *CPUS[2:], "--micro-batches", "4")
+    made = ("nets/token_nets.py:make_model", "f32[8,8]", "--cluster", "servers.json", *CPUS[2:], "--micro-batches", "4")
     assert plan(*made, "--launch", "run") == 0
     script = (here / "run" / "train.py").read_text()
     assert "RANKS = (\n    (0, 2),\n    (1, 3),\n)\n" in script
@@ -114,7 +114,7 @@ def test_stages_that_go_back_and_forth_between_hosts(here: Path) -> None:
 
 
 def test_a_model_that_returns_its_loss(here: Path) -> None:
-    made = ("nets/model.py:with_loss", *CPUS)
+    made = ("nets/token_nets.py:with_loss", *CPUS)
     assert plan(*made, "--micro-batches", "4", "--launch", "run") == 0
     script = (here / "run" / "train.py").read_text()
     assert 'return {"ids": ids, "labels": ids}' in script  # one tensor, as it was planned
@@ -134,7 +134,7 @@ def test_a_model_that_returns_its_loss(here: Path) -> None:
     ],
 )
 def test_types_and_optimizer_as_planned(here: Path, options: tuple[str, ...], lines: tuple[str, ...]) -> None:
-    made = ("nets/model.py:make_model", "f32[8,8]", "--cluster", "a100:2", *CPUS[2:])
+    made = ("nets/token_nets.py:make_model", "f32[8,8]", "--cluster", "a100:2", *CPUS[2:])
     assert plan(*made, *options, "--launch", "run") == 0
     script = (here / "run" / "train.py").read_text()
     assert [line for line in lines if line not in script] == []
@@ -160,17 +160,17 @@ def test_plans_that_cannot_be_launched(
     here: Path, capsys: pytest.CaptureFixture[str], model: str, options: tuple[str, ...], says: str
 ) -> None:
     inputs = ("f32[8,8]",) if model == "make_model" else ()
-    made = (f"nets/model.py:{model}", *inputs, "--batch", "16", "--planner", "straight", "--time-limit", "2")
+    made = (f"nets/token_nets.py:{model}", *inputs, "--batch", "16", "--planner", "straight", "--time-limit", "2")
     assert plan(*made, *options, "--launch", "run") == 2
     assert says in capsys.readouterr().err
     assert not (here / "run").exists()
 
 
 def test_a_folder_that_is_not_empty(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("nets/model.py:make_model", "f32[8,8]", *CPUS, "--launch", "nets") == 2
+    assert plan("nets/token_nets.py:make_model", "f32[8,8]", *CPUS, "--launch", "nets") == 2
     assert "nets is not empty: name another" in capsys.readouterr().err
-    assert plan("nets/model.py:make_model", "f32[8,8]", *CPUS, "--launch", "nets/model.py") == 2
-    assert [path.name for path in (here / "nets").iterdir()] == ["model.py"]
+    assert plan("nets/token_nets.py:make_model", "f32[8,8]", *CPUS, "--launch", "nets/token_nets.py") == 2
+    assert [path.name for path in (here / "nets").iterdir()] == ["token_nets.py"]
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_names_of_folders_are_text(here: Path) -> None:
     """A folder whose name would be code where it is pasted into source."""
     odd = here / '\');import x;(\'""" $(touch y)'
     odd.mkdir()
-    (odd / "model.py").write_text(MODEL)
-    assert plan(f"{odd.name}/model.py:make_model", "f32[8,8]", *CPUS, "--launch", "run") == 0
+    (odd / "token_nets.py").write_text(MODEL)
+    assert plan(f"{odd.name}/token_nets.py:make_model", "f32[8,8]", *CPUS, "--launch", "run") == 0
     script = (here / "run" / "train.py").read_text()
     code = compile(script, "train.py", "exec")
     assert "x" not in code.co_names
@@ -209,7 +209,7 @@ def test_names_of_folders_are_text(here: Path) -> None:
 
 def test_the_job_starts_each_host(here: Path) -> None:
     """With commands in place of those of Slurm and torch: what they are called with."""
-    made = ("nets/model.py:make_model", "f32[8,8]", "--cluster", "servers.json", *CPUS[2:], "--micro-batches", "4")
+    made = ("nets/token_nets.py:make_model", "f32[8,8]", "--cluster", "servers.json", *CPUS[2:], "--micro-batches", "4")
     assert plan(*made, "--launch", "run") == 0
     commands = {
         "scontrol": 'printf "west\\neast\\n"',

@@ -32,7 +32,7 @@ SEED = 0
 def make() -> nn.Module:
     """The same on every rank, which keeps its stages. If it is too large for that: `fxpipe plan --meta`."""
     sys.path.insert(0, str(HERE / "../../nets"))
-    from model import make_model
+    from token_nets import make_model
 
     made = make_model()
     return made[0] if isinstance(made, tuple) else made

@@ -39,7 +39,7 @@ RANKS = (
 def make() -> nn.Module:
     """Without memory for its weights: each rank then makes those of its own stages."""
     sys.path.insert(0, str(HERE / "../nets"))
-    from model import tokens as make_model
+    from token_nets import tokens as make_model
 
     with torch.device("meta"):
         made = make_model()
