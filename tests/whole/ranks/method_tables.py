@@ -155,7 +155,7 @@ LANGUAGE: dict[str, Call] = {
     "set_attn_implementation": lambda run, given: run.set_attn_implementation("eager"),
     "set_decoder": lambda run, given: run.set_decoder(run.get_decoder()),
     "set_encoder": lambda run, given: run.set_encoder(run.get_encoder()),
-    "set_experts_implementation": lambda run, given: run.set_experts_implementation("eager"),
+    "set_experts_implementation": lambda run, given: run.set_experts_implementation("grouped_mm"),
     "set_input_embeddings": lambda run, given: run.set_input_embeddings(seeded(nn.Embedding, 64, 32)),
     "set_output_embeddings": lambda run, given: run.set_output_embeddings(seeded(nn.Linear, 32, 64)),
     "set_use_kernels": lambda run, given: run.set_use_kernels(False),
