@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as UnknownSize
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capability import Capability
 
@@ -18,7 +18,6 @@ FAKE_TENSORS = Capability(
         "torch._dispatch.python.enable_python_dispatcher",
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
-        "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
     ),
     since="1.13",
     without="fxpipe does not start: torch.compile's own tracing stands on them, so every version has them",
@@ -27,6 +26,7 @@ FAKE_TENSORS = Capability(
 SYMBOLIC_SIZES = Capability(
     what="symbols as sizes of tensors without memory",
     names=(
+        "torch._dynamo.maybe_mark_dynamic",
         "torch._dynamo.source.ConstantSource",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
@@ -36,8 +36,7 @@ SYMBOLIC_SIZES = Capability(
 )
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "Symbols", "UnknownSize", "depends_on_data", "own_kernels", "python_kernels",
-    "unset_fake_temporarily",
+    "FakeTensor", "FakeTensorMode", "Symbols", "let_vary", "own_kernels", "python_kernels", "unset_fake_temporarily",
 ]  # fmt: skip
 
 
@@ -51,9 +50,9 @@ def own_kernels() -> AbstractContextManager[Any]:
     return no_python_dispatcher()
 
 
-def depends_on_data(value: Any) -> bool:
-    """Whether a size, or one of a tensor's, is known only when the op that makes it has run."""
-    return bool(free_unbacked_symbols(value))
+def let_vary(tensor: Tensor, dim: int) -> None:
+    """Let this size of the tensor be a symbol in the next trace, unless forward asks for a number."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class Symbols:

@@ -30,9 +30,16 @@ from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.runtime.interrupts import Interrupts
-from fxpipe.torch_internals.compiling.compiled_code import compiled_for, forget_with, is_switched_off, one_at_a_time
-from fxpipe.torch_internals.compiling.dynamic_sizes import size_of_tensor
-from fxpipe.torch_internals.compiling.trace_context import guarded
+from fxpipe.torch_internals.compiling.compiled_code import (
+    COMPILED_CODE,
+    compiled_for,
+    forget_with,
+    is_switched_off,
+    one_at_a_time,
+)
+from fxpipe.torch_internals.compiling.dynamic_sizes import DYNAMIC_SIZES, size_of_tensor
+from fxpipe.torch_internals.compiling.trace_context import TRACE_CONTEXT, guarded
+from fxpipe.torch_internals.compiling.vmap_levels import VMAP_LEVELS
 from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode
 
 from .composite_ops import composed_in_python, one_step
@@ -128,6 +135,8 @@ def dynamo(
         effects = configured.effects[-1] if configured.effects else PythonEffects()
         return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), guarded(), effects, placed))
 
+    for capability in (COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
+        capability.need("capturing a model")
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)

@@ -11,9 +11,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.guards import DeletedGuardManagerWrapper
 
 from fxpipe.torch_internals.capability import Capability
 
@@ -27,8 +24,7 @@ COMPILED_CODE = Capability(
         "torch._dynamo.guards.DeletedGuardManagerWrapper",
     ),
     since="2.13",
-    without="fxpipe does not start: it would not know which layers are alike",
-    needed=True,
+    without="nothing is captured: it would not be known which layers and calls are alike",
 )
 
 
@@ -42,14 +38,15 @@ class CompiledCode:
 
     def holds(self) -> bool:
         """Whether the code is right for this call as it is now."""
-        return not isinstance(self.guards, DeletedGuardManagerWrapper) and bool(self.guards.check(self.named))
+        gone = torch._dynamo.guards.DeletedGuardManagerWrapper
+        return not isinstance(self.guards, gone) and bool(self.guards.check(self.named))
 
 
 def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode | None:
     """What has been compiled for such a call. torch.compile finds it, too, but first sets all of its own state, and
     restores it afterwards, which takes as long as many small ops."""
     named = dict(zip(function.__code__.co_varnames, given, strict=False))
-    entries: list[Any] = _debug_get_cache_entry_list(function.__code__)
+    entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
     for entry in entries:
         found = CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
         if found.holds():
@@ -60,12 +57,12 @@ def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode
 def forget_with(owner: object, function: Callable[..., Any]) -> None:
     """Forget what has been compiled of the function when `owner` goes: torch's table from compiled to original code
     keeps both alive, and with them all that they refer to."""
-    weakref.finalize(owner, reset_code, function.__code__).atexit = False
+    weakref.finalize(owner, torch._C._dynamo.eval_frame.reset_code, function.__code__).atexit = False
 
 
 def one_at_a_time() -> AbstractContextManager[Any]:
     """A context in which no other thread compiles, as settings of the compiler are those of the whole process."""
-    return compile_lock
+    return torch._dynamo.convert_frame.compile_lock
 
 
 def is_switched_off() -> bool:

@@ -5,56 +5,65 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource, TensorProperty, TensorPropertySource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.torch_internals.capability import Capability
 
 DYNAMIC_SIZES = Capability(
     what="symbols for sizes and numbers that may vary",
     names=(
-        "torch._dynamo.maybe_mark_dynamic",
         "torch._dynamo.source.ConstantSource",
         "torch._dynamo.source.TensorProperty",
         "torch._dynamo.source.TensorPropertySource",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "torch.fx.experimental.symbolic_shapes.StatelessSymbolicContext",
+        "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
         "torch.utils._sympy.printers.PythonPrinter",
     ),
     since="2.4",
-    without="fxpipe does not start: a graph would be for one batch size",
-    needed=True,
+    without="nothing is captured: a graph would be for one batch size",
 )
-
-
-class Printer(PythonPrinter):
-    """Python as it may stand in a file: torch's own, whose names are those of ours."""
-
-    def _print_Symbol(self, expr: Any) -> str:
-        return str(expr.name)
 
 
 def printed(expression: Any) -> str:
     """An expression over symbols as Python."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    class Printer(PythonPrinter):
+        """torch's own, whose names are those of ours."""
+
+        def _print_Symbol(self, expr: Any) -> str:
+            return str(expr.name)
+
     return str(Printer().doprint(expression))
 
 
-def let_vary(tensor: Tensor, dim: int) -> None:
-    """Let this size of the tensor be a symbol in the next trace, unless forward asks for a number."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+def unknown_size() -> type[Exception]:
+    """What an op raises that asks for a size or number which data decides."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a size, or one of a tensor's, is known only when the op that makes it has run."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value))
 
 
 def is_of_tensor(source: Any) -> bool:
     """Whether a value that varies is a size, stride or offset of a tensor."""
+    from torch._dynamo.source import TensorPropertySource
+
     return isinstance(source, TensorPropertySource)
 
 
 def size_of_tensor(source: Any) -> tuple[Any, int] | None:
     """The source of a tensor and a dimension of it, if a value that varies is its size there."""
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
+
     if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx is not None:
         return source.base, source.idx
     return None
@@ -64,22 +73,27 @@ class VaryingNumbers:
     """Symbols for the numbers and sizes of one graph; `env` has their guards."""
 
     def __init__(self) -> None:
-        self.env = ShapeEnv(duck_shape=False)
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental import symbolic_shapes
+
+        self.env = symbolic_shapes.ShapeEnv(duck_shape=False)
+        self._source: Any = ConstantSource
+        self._shapes: Any = symbolic_shapes
 
     def whole(self, value: int, name: str) -> Any:
         """A whole number that varies, with this value while tracing."""
-        return self.env.create_unspecified_symint_and_symbol(value, ConstantSource(name), DimDynamic.DYNAMIC)
+        return self.env.create_unspecified_symint_and_symbol(value, self._source(name), self._shapes.DimDynamic.DYNAMIC)
 
     def floating(self, value: float, name: str) -> Any:
         """A float that varies, with this value while tracing."""
-        symbol = self.env.create_unspecified_symbol(value, ConstantSource(name), DimDynamic.DYNAMIC)
+        symbol = self.env.create_unspecified_symbol(value, self._source(name), self._shapes.DimDynamic.DYNAMIC)
         return self.env.create_symfloatnode(symbol, hint=value)
 
     def tensor(self, mode: Any, tensor: Tensor, name: str, varies: Sequence[bool]) -> Tensor:
         """The tensor in a mode of tensors without memory; the sizes of dimensions that vary are symbols."""
-        source = ConstantSource(name)
+        source, kinds = self._source(name), self._shapes.DimDynamic
         if not any(varies):
             return mode.from_tensor(tensor, static_shapes=True, source=source)  # type: ignore[no-any-return]
-        sizes = [DimDynamic.DYNAMIC if one else DimDynamic.STATIC for one in varies]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        sizes = [kinds.DYNAMIC if one else kinds.STATIC for one in varies]
+        context: Any = self._shapes.StatelessSymbolicContext(dynamic_sizes=sizes)
         return mode.from_tensor(tensor, source=source, symbolic_context=context)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch._guards import TracingContext, tracing
+import torch
 
 from fxpipe.torch_internals.capability import Capability
 
@@ -15,25 +15,24 @@ TRACE_CONTEXT = Capability(
     what="where a trace is, and what its guards look at",
     names=("torch._guards.TracingContext.set_current_loc", "torch._guards.tracing"),
     since="2.1",
-    without="fxpipe does not start: it would not know when a trace is outdated",
-    needed=True,
+    without="nothing is captured: it would not be known when a trace is outdated",
 )
 
 
 def in_a_trace(mode: Any) -> AbstractContextManager[Any]:
     """A context in which ops run as in a trace with this mode of tensors without memory."""
-    return tracing(TracingContext(mode))
+    return torch._guards.tracing(torch._guards.TracingContext(mode))
 
 
 def say_where(file: str, line: int) -> None:
     """Let the next guards be of this line of the user's."""
-    TracingContext.set_current_loc(file, line, "forward")
+    torch._guards.TracingContext.set_current_loc(file, line, "forward")
 
 
 def guarded() -> Callable[[], list[Any]]:
     """A function that returns the objects that the guards of the current trace look at; they are known when the trace
     is over. It can be called once: then it is empty."""
-    guards = list(TracingContext.get().guards_context.dynamo_guards)
+    guards = list(torch._guards.TracingContext.get().guards_context.dynamo_guards)
 
     def objects() -> list[Any]:
         seen = [guard.obj_weakref() for guard in guards if isinstance(guard.obj_weakref, weakref.ref)]

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fxpipe.torch_internals.capability import Capability
 
@@ -18,8 +17,7 @@ VMAP_LEVELS = Capability(
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     ),
     since="2.1",
-    without="fxpipe does not start: a value inside of a vmap would be taken for a tensor of the model",
-    needed=True,
+    without="nothing is captured: a value inside of a vmap would be taken for a tensor of the model",
 )
 
 
@@ -35,5 +33,5 @@ def vmap_is_entered() -> bool:
 
 def outside_of_vmaps() -> AbstractContextManager[object]:
     """A context in which ops run outside of all vmaps."""
-    found: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    found: AbstractContextManager[object] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
     return found

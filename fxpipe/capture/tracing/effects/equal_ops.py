@@ -21,8 +21,9 @@ from torch import Tensor, fx
 
 from fxpipe.capture.tracing.unmade_tensors import Kind, Memory, Unmade, rebuilt, settled
 from fxpipe.ir.graph.graph import Region
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap, outside_of_vmaps, vmap_is_entered
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode, depends_on_data
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode
 
 # Where the functions are that depend on their arguments alone. Others, such as a custom op's, run each time.
 HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, operator)

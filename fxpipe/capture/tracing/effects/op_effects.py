@@ -22,10 +22,11 @@ from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.unmade_tensors import MADE, settled
 from fxpipe.ir.graph.graph import Region
 from fxpipe.torch_internals.compiling.compiled_code import one_at_a_time
+from fxpipe.torch_internals.compiling.dynamic_sizes import unknown_size
 from fxpipe.torch_internals.compiling.trace_context import in_a_trace, say_where
 from fxpipe.torch_internals.grad_mode import gradient_setter
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator, OpOverload
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, UnknownSize, python_kernels
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, python_kernels
 
 from .equal_ops import EqualOps
 from .observed_writes import Effects, as_fake
@@ -179,7 +180,7 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     assert callable(node.target)
     try:
         return as_fake(node.target(*args, **kwargs))
-    except UnknownSize as error:  # Dynamo took the value that a tensor had before forward wrote to it
+    except unknown_size() as error:  # Dynamo took the value that a tensor had before forward wrote to it
         raise refusal(error, modules_around(node), line_of(node)) from None
 
 

@@ -17,7 +17,8 @@ import torch._dynamo.utils
 from torch import Tensor, fx
 
 from fxpipe.capture.tracing.patches.patched import patched
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, depends_on_data
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor
 
 from .equal_ops import depends_on_arguments, tensors_in
 from .observed_writes import Effects, as_fake, memory

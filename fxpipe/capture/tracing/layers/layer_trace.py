@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.tracing.effects.recorded_runs import RAN
 from fxpipe.capture.tracing.storageless_tensors import like_traced
 from fxpipe.torch_internals.compiling.compiled_code import CompiledCode, compiled_for, forget_with
-from fxpipe.torch_internals.compiling.dynamic_sizes import let_vary, size_of_tensor
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data, size_of_tensor
 from fxpipe.torch_internals.compiling.trace_context import guarded
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode, depends_on_data
+from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode, let_vary
 
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
 
