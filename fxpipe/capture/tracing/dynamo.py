@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -94,7 +94,6 @@ class Traced:
     - `boxed`: for each placeholder whether it is a Python number in a tensor.
     - `folded`: whether numpy has made floats of plain numbers.
     - `guarded`: returns the objects that Dynamo guards; can be called once.
-    - `effects`: what the call does besides the ops.
     - `placed`: the graph as it was traced, with its layers.
     """
 
@@ -104,7 +103,6 @@ class Traced:
     boxed: tuple[bool, ...]
     folded: bool = False
     guarded: Callable[[], list[Any]] = list
-    effects: PythonEffects = field(default_factory=PythonEffects)
     placed: Placed | None = None
 
 
@@ -132,8 +130,7 @@ def dynamo(
         placed = leaves.placed(module, mode)
         names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
-        effects = configured.effects[-1] if configured.effects else PythonEffects()
-        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), guarded(), effects, placed))
+        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), guarded(), placed))
 
     for capability in (COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
         capability.need("capturing a model")

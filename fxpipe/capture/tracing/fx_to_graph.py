@@ -59,22 +59,19 @@ class Draft:
 @dataclass(frozen=True)
 class Owner:
     """Whose graph it is: what the model is called, its mode and its tensors; the paths of its modules, by what traces
-    call them; what its forward calls the sizes of its arguments; what traces call the model itself."""
+    call them; what its forward calls the sizes of its arguments."""
 
     name: str
     training: bool
     slots: Sequence[Slot]
     modules: Mapping[str, str]
     named_sizes: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    root: str = ""
 
 
 def owner_of(model: nn.Module, twins: Twins) -> Owner:
     """What a trace of the twins is about."""
     modules = {str(id(module)): path for path, module in twins.named()}
-    return Owner(
-        type(model).__name__, model.training, twins.slots, modules, named_sizes(model.forward), str(id(twins.root))
-    )
+    return Owner(type(model).__name__, model.training, twins.slots, modules, named_sizes(model.forward))
 
 
 class InputsWritten(Exception):

@@ -180,8 +180,10 @@ class BuildCache:
     def _tell_loans(self, made: Build) -> None:
         """Say once if a later kind of call borrows a good part of the model's tensors. What the first one borrows too
         is how its plan works: with tensor parallelism one rank owns a tensor, and others use parts of it."""
+        if not self.options.ranks or self._told_loans or not self.leads():
+            return
         (moved, share), (_, usual) = borrowed_share(made), borrowed_share(next(iter(self.builds.values())))
-        if self.options.ranks and share - usual > MUCH and self.leads() and not self._told_loans:
+        if share - usual > MUCH:
             self._told_loans = True
             log.warning(
                 "this kind of call uses tensors in other stages than the first one did, and borrows %s from other "

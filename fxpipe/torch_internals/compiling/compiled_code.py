@@ -38,8 +38,7 @@ class CompiledCode:
 
     def holds(self) -> bool:
         """Whether the code is right for this call as it is now."""
-        gone = torch._dynamo.guards.DeletedGuardManagerWrapper
-        return not isinstance(self.guards, gone) and bool(self.guards.check(self.named))
+        return hold(self.guards, self.named)
 
 
 def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode | None:
@@ -48,10 +47,15 @@ def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode
     named = dict(zip(function.__code__.co_varnames, given, strict=False))
     entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
     for entry in entries:
-        found = CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
-        if found.holds():
-            return found
+        if hold(entry.guard_manager, named):
+            return CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
     return None
+
+
+def hold(guards: Any, named: dict[str, Any]) -> bool:
+    """Whether guards hold for what the arguments are now; those that torch.compile has dropped never do."""
+    gone = torch._dynamo.guards.DeletedGuardManagerWrapper
+    return not isinstance(guards, gone) and bool(guards.check(named))
 
 
 def forget_with(owner: object, function: Callable[..., Any]) -> None:
