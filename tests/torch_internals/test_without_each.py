@@ -24,13 +24,6 @@ ROOT = Path(__file__).parents[2]
 X, Y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
 EVERY = {capability.what: capability for capability in capabilities()}
 OF_RANKS = [what for what, one in EVERY.items() if any("distributed" in name for name in one.names)]
-# What is refused, and for whom; all else has another way.
-REFUSED = {
-    "run a backward without its checks": {"split"},
-    "functions that enter and leave an autocast, which an fx.Graph can call": {"graph_module"},
-    "symbols as sizes of tensors without memory": {"code"},
-    "torch.compile, with a call of ours around each compilation": {"compiled"},
-}
 
 
 class Net(nn.Module):
@@ -59,6 +52,18 @@ WAYS: dict[str, dict[str, object]] = {
     "code": {"schedule": "zb-h1", "checkpoint": "never", "backward": "code"},
     "compiled": {"schedule": "1f1b", "compile_stages": "aot_eager"},
     "graph_module": {"schedule": "1f1b"},
+}
+# What is refused, and for whom; all else has another way.
+REFUSED: dict[str, set[str]] = {
+    **{what: set(WAYS) for what, one in EVERY.items() if one.needed},
+    "the code that torch.compile has made of a function, with its guards": set(WAYS),
+    "where a trace is, and what its guards look at": set(WAYS),
+    "symbols for sizes and numbers that may vary": set(WAYS),
+    "which tensors are inside of a vmap, and whether this thread is": set(WAYS),
+    "run a backward without its checks": {"split"},
+    "functions that enter and leave an autocast, which an fx.Graph can call": {"graph_module"},
+    "symbols as sizes of tensors without memory": {"code"},
+    "torch.compile, with a call of ours around each compilation": {"compiled"},
 }
 
 
@@ -97,13 +102,10 @@ def test_with_all_of_them(way: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    mostly_slow(
-        [what for what in EVERY if what not in OF_RANKS], lambda what: what in REFUSED or EVERY[what].needed, 3
-    ),
+    mostly_slow([what for what in EVERY if what not in OF_RANKS], lambda what: what in REFUSED, 3),
 )
 def test_without_one(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    capability = EVERY[what]
-    monkeypatch.setitem(vars(capability), "there", False)
+    monkeypatch.setitem(vars(EVERY[what]), "there", False)
     refused = set()
     for way in WAYS:
         try:
@@ -112,7 +114,7 @@ def test_without_one(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
             if what not in str(error):
                 raise
             refused.add(way)
-    assert refused == (set(WAYS) if capability.needed else REFUSED.get(what, set()))
+    assert refused == REFUSED.get(what, set())
 
 
 def test_a_pipe_in_a_compiled_model_without_code_that_is_left_alone() -> None:
