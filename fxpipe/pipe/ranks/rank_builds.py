@@ -217,7 +217,8 @@ def written_loans(world: World, program: Program, tensors: Mapping[str, Tensor])
         )
         here = tensors[path] if world.rank in homes else None
         if world.rank in users:
-            here = torch.empty_like(tensors[path], device=world.device, requires_grad=False)
+            theirs = tensors[path]
+            here = torch.empty(theirs.shape, dtype=theirs.dtype, device=world.device)
         found.append(WrittenLoan(path, homes, users, here))
     return found
 
