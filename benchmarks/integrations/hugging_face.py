@@ -82,7 +82,7 @@ def experts() -> Pair:
     want = whole.loss + 0.02 * (sum(parts) / 2 - whole.aux_loss)
     pipe = fxpipe.compile(copy.deepcopy(plain), devices=2, chunks=2, schedule="1f1b", reduce={"aux_loss": "mean"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fxpipe.MixedSamplesWarning)
+        warnings.simplefilter("error", fxpipe.MixedSamplesWarning)  # no token is dropped
         got = pipe.step(input_ids=ids, labels=labels, use_cache=False).item()
     pipe.close()
     return got, want.item()

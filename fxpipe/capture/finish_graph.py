@@ -10,7 +10,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from fxpipe.capture.batch.batch_dimension import batch_dims
+from fxpipe.capture.batch.batch_facts import batch_dims
 from fxpipe.capture.batch.batch_totals import spread
 from fxpipe.capture.batch.join_outputs import check_shapes, with_outputs
 from fxpipe.capture.batch.mixed_samples import Reduce

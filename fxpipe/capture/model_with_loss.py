@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture.batch.batch_dimension import batch_dims
+from fxpipe.capture.batch.batch_facts import batch_dims
 from fxpipe.capture.twins.attribute_changes import has_attributes
 from fxpipe.capture.twins.twin import Roots
 from fxpipe.errors import CaptureError

@@ -18,9 +18,7 @@ An op can only mix samples of one micro-batch. Its results may still be outputs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -40,60 +38,17 @@ from fxpipe.ir.graph.ops import (
     RESHAPES,
     SIZES,
 )
-from fxpipe.ir.graph.value_types import (
-    BATCH,
-    Dim,
-    ScalarType,
-    TensorType,
-    ValueType,
-    dim_names,
-    dim_size,
-    in_vmap,
-    tensors,
-)
+from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, tensors
 from fxpipe.ir.once import once
+
+from .batch_facts import Flow, Mixes, batch_dims, multiple, number
+from .sorted_rows import follow_sorted
 
 # Ops that work element by element, also in a vmap.
 PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
 ASKS = SIZES | {"getattr", "dim", "ndimension", "stride", "__get__"}  # ops that read only the sizes of a tensor
-
-
-class Mixes(CaptureError):
-    """An op mixes the samples of a batch; `what` says how, in words."""
-
-    def __init__(self, op: Op, what: str) -> None:
-        super().__init__(str(refuse(op, what)))
-        self.op, self.what = op, what
-
-
-@dataclass
-class Flow:
-    """What is known about each value, by name.
-
-    - `types`: its type.
-    - `depends`: the values that depend on the samples.
-    - `pooled`: for values without batch dimension that depend on the samples, the op that pooled them.
-    - `counted`: for numbers of the samples (`arange`, `randperm`), the op that made them.
-    - `outer`: the size of what stands before the batch in its dimension (1: the batch is the slowest part).
-    - `mixed`: for values in which samples were mixed, the error.
-    - `scaled`: for samples that were computed with the batch size, the error.
-    - `vmaps`: for values in a vmap over the batch, the op that entered the vmap.
-    - `beside`: for batched values in a vmap over something else, the op that took them there.
-    - `sizes`: the numbers that depend on the batch size.
-    """
-
-    types: Mapping[str, ValueType]
-    depends: set[str] = field(default_factory=set)
-    pooled: dict[str, Op] = field(default_factory=dict)
-    counted: dict[str, Op] = field(default_factory=dict)
-    outer: dict[str, int] = field(default_factory=dict)
-    mixed: dict[str, CaptureError] = field(default_factory=dict)
-    scaled: dict[str, Mixes] = field(default_factory=dict)
-    vmaps: dict[str, str] = field(default_factory=dict)
-    beside: dict[str, Op] = field(default_factory=dict)
-    sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
 @once
@@ -110,7 +65,7 @@ def follow(graph: Graph) -> Flow:
             flow.mixed.pop(op.name, None)
         written = set(op.writes)
         if written and not written - states:
-            for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled):
+            for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled, flow.sorted):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
         elif written and op.name in flow.depends:  # values with the same memory now have the same facts
             flow.depends |= written - states
@@ -118,6 +73,10 @@ def follow(graph: Graph) -> Flow:
                 flow.pooled |= dict.fromkeys(written - states, flow.pooled[op.name])
             if op.name in flow.mixed:
                 flow.mixed |= dict.fromkeys(written - states, flow.mixed[op.name])
+            for name in written - states:
+                flow.sorted.pop(name, None)
+                if op.name in flow.sorted:
+                    flow.sorted[name] = flow.sorted[op.name]
     return flow
 
 
@@ -151,7 +110,7 @@ def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> 
         flow.mixed[op.name] = met
         return
     try:
-        for check in checks:
+        for check in () if follow_sorted(op, flow) else checks:
             check(op, flow)
     except CaptureError as error:
         flow.mixed[op.name] = error.with_traceback(None)  # whose frames would keep all of this
@@ -369,29 +328,6 @@ def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
     given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", op.kwargs.get("axis", 0))
     along = {"hstack": min(1, len(kind.shape) - 1), "vstack": 0}.get(called(op), given)
     return not isinstance(along, int) or along % len(kind.shape) == batch
-
-
-@lru_cache(maxsize=4096)
-def batch_dims(kind: ValueType) -> tuple[int, ...]:
-    """The dimensions of a type that depend on the batch size; for several tensors, those of the first with any."""
-    for tensor in tensors(kind):
-        if dims := tuple(i for i, size in enumerate(tensor.shape) if BATCH in dim_names(size)):
-            return dims
-    return ()
-
-
-@lru_cache(maxsize=4096)
-def multiple(size: Dim) -> int | None:
-    """The factor between a dimension and the batch size; None if it is not a multiple, as `b - 1`."""
-    one, two, five = (number(size, rows) for rows in (1, 2, 5))
-    return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
-
-
-def number(size: Dim, rows: int = 1) -> int:
-    """A dimension as a number, with `rows` for the batch and primes for other names, so that they differ."""
-    primes = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
-    values = {name: primes[sum(map(ord, name)) % len(primes)] for name in dim_names(size)}
-    return dim_size(size, values | {BATCH: rows})
 
 
 def _ints(given: Any) -> tuple[int, ...]:

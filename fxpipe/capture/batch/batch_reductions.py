@@ -54,7 +54,8 @@ from fxpipe.ir.graph.value_types import (
 )
 from fxpipe.ir.once import once
 
-from .batch_dimension import batch_dims, follow, multiple
+from .batch_dimension import follow
+from .batch_facts import batch_dims, multiple
 
 SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they add to the power
 PAIRS = "it is made of pairs of samples, or of parts of the batch"
@@ -98,7 +99,7 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
     meant = {name: Kind("pooled", SUMS[how]) for name, how in graph.parts}
     for op in graph.ops:
         kind = Follow(op, known, flow.types, made).kind()
-        if op.name in flow.mixed and batch_dims(op.type):  # mixed in a micro-batch, but one value for each sample
+        if (op.name in flow.mixed or op.name in flow.sorted) and batch_dims(op.type):  # but one value for each sample
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif op.writes and states.issuperset(op.writes) and _returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch

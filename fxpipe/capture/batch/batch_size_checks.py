@@ -21,7 +21,7 @@ from fxpipe.ir.graph.graph import UNKNOWN, Graph
 from fxpipe.ir.graph.value_types import BATCH
 from fxpipe.torch_internals.compiling.dynamic_sizes import is_of_tensor, printed
 
-from .batch_dimension import batch_dims
+from .batch_facts import batch_dims
 
 
 def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:

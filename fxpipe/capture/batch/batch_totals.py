@@ -28,7 +28,8 @@ from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.ops import LABEL_LOSSES, WEIGHTED_LOSSES
 from fxpipe.ir.graph.value_types import TensorType, tensors
 
-from .batch_dimension import batch_dims, follow
+from .batch_dimension import follow
+from .batch_facts import batch_dims
 from .batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reduction
 from .loss_parts import COMBINED, needed, unknown_parts, with_named_parts, with_unknown_parts
 from .mean_shares import with_shares
@@ -42,7 +43,7 @@ def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
     flow, found = follow(graph), kinds(graph)
 
     def is_open(value: str) -> bool:
-        unclear = value in flow.mixed or (found[value].reduce is None and not batch_dims(graph.types[value]))
+        unclear = flow.mixes(value) is not None or (found[value].reduce is None and not batch_dims(graph.types[value]))
         return unclear and said(graph, value, reduce) is None
 
     said_of = {value: how for value in values if (how := said(graph, value, reduce)) in COMBINED}

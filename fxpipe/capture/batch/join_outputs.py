@@ -14,7 +14,8 @@ from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Output, is_opaque
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, dim_names, tensors
 
-from .batch_dimension import Flow, batch_dims, follow, multiple
+from .batch_dimension import follow
+from .batch_facts import Flow, batch_dims, multiple
 from .batch_reductions import SAME, Kind, kinds
 from .loss_parts import name_of, needed, unknown_parts
 from .mixed_samples import Reduce, find_mixed, said
@@ -72,8 +73,8 @@ def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
             "compute it from what the pipe returns, or pass the numbers as an input",
         )
     whole = isinstance(kind, TensorType) and multiple(kind.shape[dim]) is not None
-    if value in flow.mixed and not whole:
-        raise flow.mixed[value]
+    if (mixes := flow.mixes(value)) is not None and not whole:
+        raise mixes
     if not whole or (flow.outer.get(value, 1) > 1 and value != graph.loss):  # a loss is summed: order does not matter
         raise refuse(
             op,

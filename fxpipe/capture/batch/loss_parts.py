@@ -15,7 +15,8 @@ from dataclasses import replace
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.graph.ops import DIVIDE, LINEAR, MULTIPLY
 
-from .batch_dimension import batch_dims, follow
+from .batch_dimension import follow
+from .batch_facts import batch_dims
 from .batch_reductions import kinds, summands
 from .mixed_samples import Reduce
 

@@ -17,7 +17,7 @@ from fxpipe.errors import CaptureError, MixedSamplesWarning
 from fxpipe.ir.graph.graph import Graph, Mixed, Output
 from fxpipe.ir.graph.value_types import BATCH, TensorType, dim_names, dim_size
 
-from .batch_dimension import Flow, Mixes, batch_dims
+from .batch_facts import Flow, Mixes, batch_dims
 
 Reduce = Mapping[str, str] | str | None
 JOINED = "cat"  # what `reduce` calls outputs that are joined along the batch
@@ -37,7 +37,7 @@ def called_by_user(value: str, graph: Graph) -> str:
 
 def why_mixed(value: str, flow: Flow) -> Mixes | None:
     """How the samples of a value were mixed, or None. Raises CaptureError if the value cannot be computed at all."""
-    error = flow.mixed.get(value) or (flow.scaled.get(value) if batch_dims(flow.types[value]) else None)
+    error = flow.mixes(value) or (flow.scaled.get(value) if batch_dims(flow.types[value]) else None)
     if error is not None and not isinstance(error, Mixes):
         raise error
     return error

@@ -5,12 +5,13 @@ from __future__ import annotations
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.value_types import ScalarType, TensorType
 
-from .batch_dimension import batch_dims, follow, multiple
+from .batch_dimension import follow
+from .batch_facts import batch_dims, multiple
 
 
 def sample_dims(graph: Graph) -> dict[str, int | None]:
     """For each value the dimension that has the samples, in order; None if the value is the same for all samples.
-    Values that depend on all samples of a micro-batch, or number them, are left out."""
+    Values that depend on all samples of a micro-batch, sort them, or number them, are left out."""
     flow = follow(graph)
     changing = flow.depends | flow.sizes
     for op in graph.ops:
@@ -21,7 +22,7 @@ def sample_dims(graph: Graph) -> dict[str, int | None]:
         dims = batch_dims(kind)
         if isinstance(kind, TensorType) and dims:
             whole = len(dims) == 1 and multiple(kind.shape[dims[0]]) is not None
-            if whole and flow.outer.get(name, 1) == 1 and name not in flow.counted:
+            if whole and flow.outer.get(name, 1) == 1 and name not in flow.counted | flow.sorted:
                 found[name] = dims[0]
         elif isinstance(kind, (TensorType, ScalarType)) and name not in changing:
             found[name] = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 
-from .batch_dimension import batch_dims
+from .batch_facts import batch_dims
 
 
 def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:

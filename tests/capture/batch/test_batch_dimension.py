@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture import capture
-from fxpipe.capture.batch.batch_dimension import multiple, number
+from fxpipe.capture.batch.batch_facts import multiple, number
 from fxpipe.errors import CaptureError
 
 

@@ -1,0 +1,95 @@
+"""What is known about the values of a graph: where they have the batch, and how they depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from fxpipe.capture.capture_errors import refuse
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.graph import Op
+from fxpipe.ir.graph.value_types import BATCH, Dim, ValueType, dim_names, dim_size, tensors
+
+
+class Mixes(CaptureError):
+    """An op mixes the samples of a batch; `what` says how, in words."""
+
+    def __init__(self, op: Op, what: str) -> None:
+        super().__init__(str(refuse(op, what)))
+        self.op, self.what = op, what
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """What a value has of keys that were sorted along the batch, or of rows in the order of the sorted keys.
+
+    - `sort`: the error that the sort is where this meets samples in their own order.
+    - `many`: how many keys there are.
+    - `holds`: "keys", "positions" (where each key was before), or both as "pair"; "places" (where each key is now);
+      "rows", one for each key; "counts" of the keys with each value, and "ends", where these end.
+    - `each`: what positions have been divided by: so many keys were of one sample.
+    """
+
+    sort: Mixes
+    many: Dim
+    holds: str
+    each: int = 1
+
+
+@dataclass
+class Flow:
+    """What is known about each value, by name.
+
+    - `types`: its type.
+    - `depends`: the values that depend on the samples.
+    - `pooled`: for values without batch dimension that depend on the samples, the op that pooled them.
+    - `counted`: for numbers of the samples (`arange`, `randperm`), the op that made them.
+    - `outer`: the size of what stands before the batch in its dimension (1: the batch is the slowest part).
+    - `mixed`: for values in which samples were mixed, the error.
+    - `scaled`: for samples that were computed with the batch size, the error.
+    - `vmaps`: for values in a vmap over the batch, the op that entered the vmap.
+    - `beside`: for batched values in a vmap over something else, the op that took them there.
+    - `sorted`: what a value has of keys that were sorted along the batch.
+    - `sizes`: the numbers that depend on the batch size.
+    """
+
+    types: Mapping[str, ValueType]
+    depends: set[str] = field(default_factory=set)
+    pooled: dict[str, Op] = field(default_factory=dict)
+    counted: dict[str, Op] = field(default_factory=dict)
+    outer: dict[str, int] = field(default_factory=dict)
+    mixed: dict[str, CaptureError] = field(default_factory=dict)
+    scaled: dict[str, Mixes] = field(default_factory=dict)
+    vmaps: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, Op] = field(default_factory=dict)
+    sorted: dict[str, Sorted] = field(default_factory=dict)
+    sizes: set[str] = field(default_factory=lambda: {BATCH})
+
+    def mixes(self, value: str) -> CaptureError | None:
+        """Why a value is another one if the batch is cut, as its samples are mixed or not in their order; or None."""
+        sort = self.sorted[value].sort if value in self.sorted and batch_dims(self.types[value]) else None
+        return self.mixed.get(value, sort)
+
+
+@lru_cache(maxsize=4096)
+def batch_dims(kind: ValueType) -> tuple[int, ...]:
+    """The dimensions of a type that depend on the batch size; for several tensors, those of the first with any."""
+    for tensor in tensors(kind):
+        if dims := tuple(i for i, size in enumerate(tensor.shape) if BATCH in dim_names(size)):
+            return dims
+    return ()
+
+
+@lru_cache(maxsize=4096)
+def multiple(size: Dim) -> int | None:
+    """The factor between a dimension and the batch size; None if it is not a multiple, as `b - 1`."""
+    one, two, five = (number(size, rows) for rows in (1, 2, 5))
+    return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
+
+
+def number(size: Dim, rows: int = 1) -> int:
+    """A dimension as a number, with `rows` for the batch and primes for other names, so that they differ."""
+    primes = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+    values = {name: primes[sum(map(ord, name)) % len(primes)] for name in dim_names(size)}
+    return dim_size(size, values | {BATCH: rows})
