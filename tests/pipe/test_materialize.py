@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.errors import CheckpointError, MaterializeError
+from fxpipe.ir.graph.graph import called
 from fxpipe.pipe.materialize import slots_of
 
 TOKENS = torch.arange(24).reshape(4, 6) % 11
@@ -62,6 +63,10 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
+def loss_of(out: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), ids.flatten())
+
+
 def made(seed: int = 3) -> nn.Module:
     model = on_meta(Net)
     fxpipe.materialize(model, seed, init=init)
@@ -106,12 +111,28 @@ def test_stages_and_the_plain_model_begin_alike() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert pipe.model.head.weight is pipe.model.embed.weight
     assert not same(plain, made(seed=4))
-    loss = pipe.step(TOKENS, target=TOKENS, loss_fn=lambda out, ids: F.cross_entropy(out.flatten(0, 1), ids.flatten()))
+    loss = pipe.step(TOKENS, target=TOKENS, loss_fn=loss_of)
     assert loss.isfinite()
     pipe.eval()
     plain.load_state_dict(pipe.state_dict())
     torch.testing.assert_close(pipe(TOKENS), plain.eval()(TOKENS))
     pipe.close()
+
+
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+def test_a_step_under_autocast_is_captured_in_its_types(backward: str) -> None:
+    """Autocast does nothing for tensors on the meta device."""
+    plain = made()
+    pipe = fxpipe.compile(on_meta(Net), devices=2, chunks=1, schedule="1f1b", example_inputs=TOKENS, backward=backward)
+    pipe.materialize(seed=3, init=init)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step(TOKENS, target=TOKENS, loss_fn=loss_of)
+        expected = loss_of(plain(TOKENS), TOKENS)
+    expected.backward()
+    assert {str(op.type)[:4] for op in pipe.build.graph.ops if called(op) == "linear"} == {"bf16"}
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, one), two in zip(pipe.model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=2e-2, atol=2e-3, msg=name)
 
 
 def test_each_part_is_what_it_is_in_the_whole() -> None:

@@ -66,9 +66,10 @@ class Twins:
     """The twins of the model's modules, and of the modules of its loss function.
 
     - `roots`: these modules, by the prefix of their tensors' paths; shared submodules belong to the first.
-    - `stand_in`: makes the twins' tensors. They stay on the model's first devices, wherever the real tensors go, and
-      are all on the meta device if a part of the model was there.
+    - `stand_in`: makes the twins' tensors. They stay on the model's first devices, wherever the real tensors go.
     - `first_devices`: these devices, by the paths of the tensors.
+    - `in_place_of_meta`: the device of all of them if a part of the model was on the meta device, where autocast and
+      the model's own questions about devices would have other answers than in a call that runs.
     - `frozen_later`: whether stand-ins of tensors that no longer need a gradient still do: over ranks, only the rank
       that has a tensor knows that it was frozen since, and all ranks must capture the same.
     - `slots`: all parameters and buffers; `buffers`: those of them that are buffers.
@@ -92,6 +93,7 @@ class Twins:
         self.copies = Copies()
         self._beside = Copies(self.copies)  # of what is no part of the modules: of the last loss function
         self.first_devices: dict[str, torch.device] = {}
+        self.in_place_of_meta = torch.device("meta")
         self.frozen_later = False
         self._forwards: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the id of the twin, with the twin
         self._structure: set[int] = set()  # the ids of the dicts that a module hangs its parts in
@@ -146,7 +148,7 @@ class Twins:
     def with_stand_ins(self, stand_in: StandIn) -> Twins:
         """Other twins of the same modules, with tensors of another kind."""
         made = Twins(self.roots, stand_in)
-        made.first_devices = self.first_devices
+        made.first_devices, made.in_place_of_meta = self.first_devices, self.in_place_of_meta
         made.sync()
         return made
 
@@ -218,7 +220,7 @@ class Twins:
         """Every slot of the modules, once per module."""
         before = {(id(slot.tensors), slot.key, slot.path): slot for slot in self.slots}
         every = (x for _, module in named for x in (*module._parameters.values(), *module._buffers.values()))
-        meta = torch.device("meta") if any(x is not None and x.is_meta for x in every) else None
+        meta = self.in_place_of_meta if any(x is not None and x.is_meta for x in every) else None
         self.slots = []
         for prefix, module in named:
             dicts: dict[str, dict[str, Any]] = {"parameter": module._parameters, "buffer": module._buffers}

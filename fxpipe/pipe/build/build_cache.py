@@ -90,6 +90,7 @@ class BuildCache:
         self.step_capture = StepCapture(model, options.batch_dim, **how)
         for capture in (self.call_capture, self.step_capture.call_capture):
             capture.twins.frozen_later = options.ranks
+            capture.twins.in_place_of_meta = worker_device(options.devices[0])
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
         self.step_capture.call_capture.twins.first_devices = self.call_capture.twins.first_devices
         self.builds: dict[tuple[Any, ...], Build] = {}

@@ -43,16 +43,13 @@ def precision_of(planned: Planned, dtype: str | None) -> Precision:
         raise PlanError(
             "the plan has products in float8, for which a model needs layers of a library: write --dtype bf16"
         )
-    # Autocast would keep casts of gathered parameters, and parts of ops are sent in the types of the graph.
-    converts = planned.layers.optimizer_sharding == "zero3" or any(
-        stage.tensor_parallel > 1 for stage in planned.layers.stages
-    )
-    if dtype in HALF and planned.copies >= MASTER_COPIES and not converts:
+    gathers = planned.layers.optimizer_sharding == "zero3"  # autocast would keep casts of gathered parameters
+    if dtype in HALF and planned.copies >= MASTER_COPIES and not gathers:
         return Precision(autocast=DTYPES[dtype].torch, scaler=dtype == "f16", floats="f32")
     if dtype == "f16":
         raise PlanError(
             "the plan has parameters in float16 without a copy in f32, whose gradients no GradScaler can unscale: "
-            "leave out --parameter-copies, --tensor-parallel and --optimizer-sharding zero3, or write --dtype bf16"
+            "leave out --parameter-copies and --optimizer-sharding zero3, or write --dtype bf16"
         )
     return Precision(convert=DTYPES[dtype].torch)
 

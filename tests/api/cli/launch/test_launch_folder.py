@@ -127,7 +127,7 @@ def test_a_model_that_returns_its_loss(here: Path) -> None:
     [
         (("--dtype", "bf16"), ("with torch.autocast(device, torch.bfloat16):", "torch.optim.AdamW(")),
         (("--dtype", "bf16", "--parameter-copies", "4"), ("model = make().to(torch.bfloat16)", "dtype=torch.bfloat16")),
-        (("--dtype", "bf16", "--tensor-parallel", "2"), ("model = make().to(torch.bfloat16)",)),
+        (("--dtype", "bf16", "--tensor-parallel", "2"), ("with torch.autocast(device, torch.bfloat16):",)),
         (("--dtype", "tf32"), ('torch.set_float32_matmul_precision("high")',)),
         (("--parameter-copies", "3"), ("torch.optim.SGD(pipe.parameters(), lr=1e-2, momentum=0.9)",)),
         (("--parameter-copies", "2"), ("torch.optim.SGD(pipe.parameters(), lr=1e-2)",)),
