@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import time
 import warnings
@@ -41,6 +42,7 @@ from tests.whole.test_tensor_parallel import fast
 
 WIDTH, SAMPLES = 4, (1, 2, 3, 4, 5, 7, 8)
 ALIKE = 8  # cases in turn with one model
+FRESH = 64  # cases in turn with the same processes, in which torch.compile leaves more and more behind
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 DEALT = ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")  # two stages on each rank, none with replicas
 CHECKPOINTS = ("never", "except_last", "always")
@@ -135,9 +137,9 @@ def forms(ranks: int) -> list[str]:
     return ["replicas", "zero3", *(["tensor parallel"] if ranks % 2 == 0 else []), *(MESHES if ranks == 4 else [])]
 
 
-def drawn(seed: int, ranks: int, form: str = "") -> Case:
+def drawn(seed: int, ranks: int, form: str = "", alike: int = ALIKE) -> Case:
     """The case with this number. `form`: the only one, or ""."""
-    rng = Random(f"{seed // ALIKE} {ranks}")
+    rng = Random(f"{seed // alike} {ranks}")
     form = form or ("plain" if rng.random() < 0.6 else rng.choice(forms(ranks)))
     schedules = rng.sample(SCHEDULES, len(SCHEDULES)) if form == "plain" else ["gpipe", "1f1b"]
     schedule = schedules[seed % len(schedules)]
@@ -205,6 +207,9 @@ def run(group: Any, case: Case) -> list[str]:
     if known is None:
         last.clear()
         torch._dynamo.reset()  # forgets what was traced, which takes memory
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # a pipe collects garbage once a kind of call, and need not look at all that torch.compile has
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(case.seed)
     plain = Net(case.units, case.programs, case.tied)
@@ -383,12 +388,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--form", default="", help="the only one: plain, replicas, zero3, tensor parallel, ddp, ...")
+    parser.add_argument("--alike", type=int, default=ALIKE, help="how many cases in turn have one model")
     parser.add_argument("--refused", action="store_true", help="print the cases that were refused")
     asked = parser.parse_args()
     counts, reasons, start = Counter[str](), Counter[str](), time.monotonic()
     pool = Pool(asked.ranks)
     for seed in range(asked.first, asked.first + asked.cases):
-        case = drawn(seed, asked.ranks, asked.form)
+        case = drawn(seed, asked.ranks, asked.form, asked.alike)
+        if seed % FRESH == 0 and counts:
+            print(f"{sum(counts.values())} cases: {dict(counts)}, {time.monotonic() - start:.0f} s", flush=True)
+            pool.close()
+            pool = Pool(asked.ranks)
         try:
             found = pool.run(run, case, ranks=tuple(range(asked.ranks)))
             refused = [line for rank in found for line in rank if line.startswith("refused")]
