@@ -99,15 +99,23 @@ class Arguments:
     - `dynamic`: whether all sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols from
       the first capture on. The sizes of other tensors are mostly features and channels, which the parameters decide:
       they are symbols once there were two. Dynamo makes a number of a symbol that must be one.
+    - `uncut`: whether no call is cut, so that no input needs a batch size. Then `whole` is whether inputs are captured
+      without one, with numbers for all of their sizes: a call is, if there is no other way.
     """
 
     def __init__(
-        self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]], dynamic: bool = False
+        self,
+        model: nn.Module,
+        batch_dim: BatchDim,
+        sizes: Callable[[int], Sequence[int]],
+        dynamic: bool = False,
+        uncut: bool = False,
     ) -> None:
         self.model, self.signature = model, inspect.signature(model.forward)
         self.batch_dim = batch_dim
         self.sizes = sizes
         self.dynamic = dynamic
+        self.uncut, self.whole = uncut, False
         self.twins: dict[Any, Tensor] = {}
         self.known: dict[Any, Call] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
@@ -120,7 +128,7 @@ class Arguments:
         key = form(request)
         if key is None:
             return self._call(request, device, rows)
-        key = (key, device, rows, self.dynamic)
+        key = (key, device, rows, self.dynamic, self.whole)
         known = self.known.get(key)
         if known is None:
             made = self._call(request, device, rows)
@@ -132,12 +140,21 @@ class Arguments:
         return with_reals(known, (*request.args, *request.kwargs.values(), *(request.targets or ())), request.rest)
 
     def _call(self, request: RequestedCall, device: torch.device | None, rows: int | None) -> Call:
+        if not self.whole:
+            try:
+                return self._hollow(request, device, rows, whole=False)
+            except InputError:
+                if not self.uncut:
+                    raise
+        return self._hollow(request, device, rows, whole=True)
+
+    def _hollow(self, request: RequestedCall, device: torch.device | None, rows: int | None, whole: bool) -> Call:
         args, kwargs, targets = request.args, request.kwargs, request.targets or ()
         names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
 
         def note(path: str, tensor: Tensor) -> Tensor:
-            reals.append((path, tensor, cut_along(self.batch_dim, path, tensor)))
+            reals.append((path, tensor, None if whole else cut_along(self.batch_dim, path, tensor)))
             return tensor
 
         for name, value in zip(
@@ -181,6 +198,11 @@ class Arguments:
         )
         ended, self.dynamic = self.dynamic and lengths, self.dynamic and not lengths
         return ended
+
+    def without_batch(self) -> bool:
+        """Begin `whole`, for what cannot be captured for any number of samples. Returns whether it may and has not."""
+        begins, self.whole = self.uncut and not self.whole, self.uncut
+        return begins
 
     def twin(
         self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None

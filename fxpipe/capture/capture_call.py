@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,7 +74,7 @@ class CallCapture:
       `RequestedCall`. It may only use its arguments and the globals of its module.
     - `loss`: whether the function returns a pair of a loss and the model's result.
     - `transforms`: the user's functions that change what was traced.
-    - `dynamic`: as in `Arguments`; what can only be captured without, is.
+    - `dynamic`, `uncut`: as in `Arguments`; what can only be captured without `dynamic`, or without a batch, is.
     """
 
     def __init__(
@@ -89,13 +89,14 @@ class CallCapture:
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
         dynamic: bool = False,
+        uncut: bool = False,
     ) -> None:
         self.model = model
         self.reduce = reduce
         self.transforms = transforms
         self.sizes = sizes
         self.loss = loss
-        self.arguments = Arguments(model, batch_dim, sizes, dynamic)
+        self.arguments = Arguments(model, batch_dim, sizes, dynamic, uncut)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.layers = Layers()
@@ -161,6 +162,12 @@ class CallCapture:
             refused = without_frames(error)
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
+        if self.arguments.without_batch():
+            self.anew()
+            with suppress(CaptureError):
+                return self._complete(request, run)
+            self.arguments.whole = False
+            self.anew()
         call = self.arguments.call(request, self.twins.device)
         raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 

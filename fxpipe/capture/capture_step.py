@@ -49,6 +49,7 @@ class StepCapture:
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
         dynamic: bool = False,
+        uncut: bool = False,
     ) -> None:
         self.model = model
         self.loss_fn: Callable[..., Any] | None = None  # of the last step
@@ -66,6 +67,7 @@ class StepCapture:
             work=work,
             transforms=transforms,
             dynamic=dynamic,
+            uncut=uncut,
         )
 
     def step(

@@ -83,6 +83,7 @@ class BuildCache:
         reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
+        how["uncut"] = whole and options.place is None
         code = options.backward == "code"
         # A strategy is for operators of these sizes, and ranks do not agree on whether backward as code needs numbers.
         how["dynamic"] = options.dynamic and options.place is None and not (code and options.ranks)

@@ -1,0 +1,132 @@
+"""With chunks=1 nothing is cut: inputs need no common batch size, and forward may count samples and take them apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CaptureError, InputError
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, *given: Any) -> Tensor:
+        return self.body(self, *given)
+
+
+def listed(net: Net, x: Tensor) -> Tensor:
+    return net.head(torch.stack([net.second(sample).relu() for sample in list(net.first(x))]))
+
+
+def padded(net: Net, x: Tensor) -> Tensor:
+    parts = [sample[: 2 + at % 3] for at, sample in enumerate(net.first(x).unbind(0))]
+    return net.head(net.second(F.pad(nn.utils.rnn.pad_sequence(parts, batch_first=True), (0, 4))))
+
+
+def ranked(net: Net, x: Tensor) -> Tensor:
+    order = net.first(x).sum(1).argsort()
+    return net.head(net.second(net.first(x)))[order][: x.shape[0] // 2 + 1]
+
+
+def by_counts(net: Net, tiles: Tensor, counts: list[int]) -> Tensor:
+    return net.head(torch.stack([net.second(part).mean(0) for part in net.first(tiles).split(counts)]))
+
+
+def with_places(net: Net, x: Tensor, places: Tensor) -> Tensor:
+    return net.head(net.second(net.first(x)) + net.second.weight[places].sum(0))
+
+
+def of_lists(net: Net, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+    found = [net.head(net.second(net.first(image))) for image in images]
+    losses = [F.mse_loss(one.mean(0), target["mean"]) for one, target in zip(found, targets, strict=True)]
+    return torch.stack(losses).mean()
+
+
+def tiles(size: int) -> tuple[Any, ...]:
+    return torch.randn(2 * size, 6), [1 + at % 3 for at in range(size - 1)] + [
+        2 * size - sum(1 + at % 3 for at in range(size - 1))
+    ]
+
+
+def lists(size: int) -> tuple[Any, ...]:
+    return [torch.randn(1 + at, 6) for at in range(size)], [{"mean": torch.randn(3)} for _ in range(size)]
+
+
+BODIES: dict[Callable[..., Tensor], Callable[[int], tuple[Any, ...]]] = {
+    listed: lambda size: (torch.randn(size, 6),),
+    padded: lambda size: (torch.randn(size, 6),),
+    ranked: lambda size: (torch.randn(size, 6),),
+    by_counts: tiles,
+    with_places: lambda size: (torch.randn(size, 6), torch.arange(3)),
+    of_lists: lists,
+}
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_calls_and_steps_are_those_of_the_model(body: Callable[..., Tensor], backward: str) -> None:
+    torch.manual_seed(0)
+    plain = Net(body).double()
+    pipe = fxpipe.compile(copy.deepcopy(plain), devices=2, chunks=1, schedule="1f1b", backward=backward)
+    given = [double(BODIES[body](size)) for size in (4, 4, 5, 3)]
+    for args in given:
+        torch.testing.assert_close(pipe(*args), plain(*args))
+        plain.zero_grad()
+        pipe.zero_grad()
+        expected = loss_of(plain(*args))
+        expected.backward()
+        torch.testing.assert_close(pipe.step(*args, loss_fn=loss_of), expected.detach())
+        for one, two in zip(pipe.model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+    assert len([stage for stage in pipe.build.program.stages if stage.ops]) == 2
+    pipe.close()
+
+
+def double(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(double, value))
+    if isinstance(value, dict):
+        return {key: double(item) for key, item in value.items()}
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_what_is_cut_must_be_possible_to_cut(body: Callable[..., Tensor]) -> None:
+    pipe = fxpipe.compile(Net(body), devices=2, chunks=2)
+    with pytest.raises((CaptureError, InputError)):
+        pipe(*BODIES[body](4))
+
+
+def test_a_batch_that_can_have_any_size_keeps_it() -> None:
+    net = Net(lambda net, x: net.head(net.second(net.first(x))))
+    pipe = fxpipe.compile(net, devices=2, chunks=1)
+    pipe(torch.randn(4, 6))
+    graph = pipe.build.graph
+    assert graph.inputs[0].batch_dim == 0
+    pipe(torch.randn(7, 6))
+    assert pipe.build.graph is graph
+
+
+def test_what_cannot_be_captured_at_all_says_why_for_a_batch() -> None:
+    def derives(net: Net, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda v: net.second(net.first(v)).sum())(x)
+
+    pipe = fxpipe.compile(Net(derives), devices=2, chunks=1)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="derivatives inside of forward"):
+            pipe(torch.randn(4, 6))
