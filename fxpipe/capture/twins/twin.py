@@ -57,6 +57,16 @@ class Slot:
     twin: Tensor | None = None
 
 
+def check_python(named: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise CaptureError for a module that has no code in Python."""
+    for path, module in named:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} is made by torch.jit.script or torch.jit.trace, and cannot be captured, as its "
+                "code is no longer Python's: use the module that it was made of"
+            )
+
+
 def hollow_one(slot: Slot, real: Tensor) -> Tensor:
     """What stands in for a real tensor while a model is traced."""
     return hollow(real, slot.device)
@@ -195,6 +205,7 @@ class Twins:
     def _build(self) -> None:
         """Twins of all modules that there are now; those of modules that stay are the same as before."""
         named = self._named()
+        check_python(named)
         self.copies = copies = Copies(last=self.copies)
         self._structure, self._hook_dicts = set(), {}
         for _, module in named:
