@@ -44,6 +44,19 @@ NO_TARGET = NoTarget()
 # Tuples, and no data classes, as they are made for each call.
 
 
+class Assumed(NamedTuple):
+    """What a capture assumes of the calls of a kind.
+
+    - `any_lengths`: all sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols from the
+      first capture on. The sizes of other tensors are mostly features and channels, which the parameters decide: they
+      are symbols once there were two. Dynamo makes a number of a symbol that must be one.
+    - `any_rows`: the batch size is a symbol, too; else inputs need no common one.
+    """
+
+    any_lengths: bool
+    any_rows: bool = True
+
+
 class Leaf(NamedTuple):
     """A tensor among the arguments: its path as the user writes it, the tensor, its stand-in, its batch dimension."""
 
@@ -96,11 +109,7 @@ class Arguments:
     """Makes a `Call` from the arguments of each call. Stand-ins are cached, so that a call like an earlier one is cheap
     and gives the guards the same tensors.
 
-    - `dynamic`: whether all sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols from
-      the first capture on. The sizes of other tensors are mostly features and channels, which the parameters decide:
-      they are symbols once there were two. Dynamo makes a number of a symbol that must be one.
-    - `uncut`: whether no call is cut, so that no input needs a batch size. Then `whole` is whether inputs are captured
-      without one, with numbers for all of their sizes: a call is, if there is no other way.
+    - `uncut`: whether no call is cut, so that no input needs a batch size.
     """
 
     def __init__(
@@ -108,30 +117,30 @@ class Arguments:
         model: nn.Module,
         batch_dim: BatchDim,
         sizes: Callable[[int], Sequence[int]],
-        dynamic: bool = False,
         uncut: bool = False,
     ) -> None:
         self.model, self.signature = model, inspect.signature(model.forward)
         self.batch_dim = batch_dim
         self.sizes = sizes
-        self.dynamic = dynamic
-        self.uncut, self.whole = uncut, False
+        self.uncut = uncut
         self.twins: dict[Any, Tensor] = {}
         self.known: dict[Any, Call] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
         self.open = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         self.target = "loss_target" if "target" in self.signature.parameters else "target"
 
-    def call(self, request: RequestedCall, device: torch.device | None, rows: int | None = None) -> Call:
+    def call(
+        self, request: RequestedCall, assumed: Assumed, device: torch.device | None, rows: int | None = None
+    ) -> Call:
         """The call with every tensor hollow, on `device`, and `rows` samples in the batch; if None, as many as in the
         largest micro-batch, but at least 2."""
         key = form(request)
         if key is None:
-            return self._call(request, device, rows)
-        key = (key, device, rows, self.dynamic, self.whole)
+            return self._call(request, assumed, device, rows)
+        key = (key, assumed, device, rows)
         known = self.known.get(key)
         if known is None:
-            made = self._call(request, device, rows)
+            made = self._call(request, assumed, device, rows)
             if len(self.known) > 100:
                 self.known.clear()
             # Without the user's tensors, which would be kept alive.
@@ -139,22 +148,22 @@ class Arguments:
             return made
         return with_reals(known, (*request.args, *request.kwargs.values(), *(request.targets or ())), request.rest)
 
-    def _call(self, request: RequestedCall, device: torch.device | None, rows: int | None) -> Call:
-        if not self.whole:
+    def _call(self, request: RequestedCall, assumed: Assumed, device: torch.device | None, rows: int | None) -> Call:
+        if assumed.any_rows:
             try:
-                return self._hollow(request, device, rows, whole=False)
+                return self._hollow(request, assumed, device, rows)
             except InputError:
                 if not self.uncut:
                     raise
-        return self._hollow(request, device, rows, whole=True)
+        return self._hollow(request, assumed._replace(any_rows=False), device, rows)
 
-    def _hollow(self, request: RequestedCall, device: torch.device | None, rows: int | None, whole: bool) -> Call:
+    def _hollow(self, request: RequestedCall, assumed: Assumed, device: torch.device | None, rows: int | None) -> Call:
         args, kwargs, targets = request.args, request.kwargs, request.targets or ()
         names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
 
         def note(path: str, tensor: Tensor) -> Tensor:
-            reals.append((path, tensor, None if whole else cut_along(self.batch_dim, path, tensor)))
+            reals.append((path, tensor, cut_along(self.batch_dim, path, tensor) if assumed.any_rows else None))
             return tensor
 
         for name, value in zip(
@@ -172,7 +181,7 @@ class Arguments:
         by_real: dict[int, Tensor] = {}
         for position, (path, real, dim) in enumerate(reals):
             if id(real) not in by_real:
-                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device)
+                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device, assumed.any_lengths)
                 leaves[id(twin)] = Leaf(path, real, twin, dim)
 
         def swap(path: str, tensor: Tensor) -> Tensor:
@@ -190,25 +199,17 @@ class Arguments:
         objects.begin()
         return Call(new, named, given, leaves, batch, rows, names, target, request.rest, objects)
 
-    def with_numbers(self, call: Call) -> bool:
-        """End `dynamic`. Returns whether that makes other stand-ins for this call: not every function takes symbols."""
-        lengths = any(
-            holds_whole_numbers(leaf.real) and leaf.real.dim() > (leaf.batch_dim is not None)
-            for leaf in call.leaves.values()
-        )
-        ended, self.dynamic = self.dynamic and lengths, self.dynamic and not lengths
-        return ended
-
-    def without_batch(self) -> bool:
-        """Begin `whole`, for what cannot be captured for any number of samples. Returns whether it may and has not."""
-        begins, self.whole = self.uncut and not self.whole, self.uncut
-        return begins
-
     def twin(
-        self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
+        self,
+        position: int,
+        real: Tensor,
+        dim: int | None,
+        rows: int | None,
+        device: torch.device | None,
+        any_lengths: bool,
     ) -> Tensor:
-        """The stand-in of an argument, whose batch dimension is marked as dynamic, and with `dynamic` maybe others."""
-        lengths = range(real.dim()) if self.dynamic and holds_whole_numbers(real) else ()
+        """The stand-in of an argument, whose batch dimension is a symbol, and with `any_lengths` maybe others."""
+        lengths = range(real.dim()) if any_lengths and holds_whole_numbers(real) else ()
         form = real.shape, real.stride(), real.dtype, real.device, real.requires_grad, type(real)
         key = position, form, dim, rows, bool(lengths)
         made = self.twins.get(key)
@@ -255,6 +256,15 @@ class Arguments:
                 )
             raise
         raise AssertionError(f"{forward} takes what its signature {self.signature} does not")
+
+
+def with_numbers(assumed: Assumed, call: Call) -> Assumed | None:
+    """The same without `any_lengths`, for not every function takes symbols; None if this call has none."""
+    lengths = any(
+        holds_whole_numbers(leaf.real) and leaf.real.dim() > (leaf.batch_dim is not None)
+        for leaf in call.leaves.values()
+    )
+    return assumed._replace(any_lengths=False) if assumed.any_lengths and lengths else None
 
 
 def holds_whole_numbers(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
-from .call_arguments import Arguments, BatchDim, RequestedCall
+from .call_arguments import Arguments, Assumed, BatchDim, Call, RequestedCall, with_numbers
 from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames, written_by_dynamo
 from .finish_graph import Finished, Seen, finish, stand_ins
@@ -74,7 +74,8 @@ class CallCapture:
       `RequestedCall`. It may only use its arguments and the globals of its module.
     - `loss`: whether the function returns a pair of a loss and the model's result.
     - `transforms`: the user's functions that change what was traced.
-    - `dynamic`, `uncut`: as in `Arguments`; what can only be captured without `dynamic`, or without a batch, is.
+    - `dynamic`: whether lengths are symbols, where that can be captured.
+    - `uncut`: whether no call is cut; what cannot be captured for any number of samples is captured for each.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class CallCapture:
         self.transforms = transforms
         self.sizes = sizes
         self.loss = loss
-        self.arguments = Arguments(model, batch_dim, sizes, dynamic, uncut)
+        self.arguments, self.assumed = Arguments(model, batch_dim, sizes, uncut), Assumed(dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.layers = Layers()
@@ -150,38 +151,43 @@ class CallCapture:
             return graph, now.fed(graph)
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        """One call of the route. Raises the model's own exception for such a call, if it raises one, else
-        CaptureError."""
+        """One call of the route, with fewer assumptions if it is refused. Raises the model's own exception for such a
+        call, if it raises one, else CaptureError."""
+        before, done = self.assumed, False
+        refused: CaptureError | None = None
         try:
-            return self._complete(request, run)
-        except NoOps:
-            raise
-        except PlanError as error:  # about a transform
-            raise without_frames(error) from error.__cause__
-        except CaptureError as error:
-            refused = without_frames(error)
-        if self.twins.shape is None:  # it has parameters without a shape
-            raise refused
-        if self.arguments.without_batch():
-            self.anew()
-            with suppress(CaptureError):
-                return self._complete(request, run)
-            self.arguments.whole = False
-            self.anew()
-        call = self.arguments.call(request, self.twins.device)
-        raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
-
-    def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        dynamic = self.arguments.dynamic
-        try:
-            return self._completed(request, run)
-        except BaseException:
-            self.arguments.dynamic = dynamic  # refused, too
-            raise
+            while True:
+                try:
+                    found = self._completed(request, run)
+                except NoOps:
+                    raise
+                except PlanError as error:  # about a transform
+                    raise without_frames(error) from error.__cause__
+                except CaptureError as error:
+                    refused = without_frames(error) if self.assumed.any_rows or refused is None else refused
+                else:
+                    done = True
+                    return found
+                if self.twins.shape is None:  # it has parameters without a shape
+                    raise refused
+                less = self._assumed_less(self.arguments.call(request, self.assumed, self.twins.device))
+                if less is None:
+                    break
+                self.assumed = less
+                self.anew()
         finally:
+            if not done:
+                self.assumed = before
             if self._works:
                 self._works = False
                 self._working.close()
+        call = self.arguments.call(request, self.assumed, self.twins.device)
+        raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
+
+    def _assumed_less(self, call: Call) -> Assumed | None:
+        """What to assume of a call that was refused; None if nothing less can be assumed."""
+        rows = self.assumed._replace(any_rows=False) if self.arguments.uncut and self.assumed.any_rows else None
+        return with_numbers(self.assumed, call) or rows
 
     def _starts(self) -> None:
         """Called when the route begins to trace a new kind of call."""
@@ -208,12 +214,12 @@ class CallCapture:
         except NoOps:
             raise
         except CaptureError:
-            if not self.arguments.with_numbers(now.call):
-                refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
-                if refused is None or self._another_way(now, [refused]) is None:
-                    raise
+            draft = now.kind.drafted if with_numbers(self.assumed, now.call) is None else None
+            refused = None if draft is None else sized_by_data(draft.graph, self.twins)
+            if refused is None or self._another_way(now, [refused]) is None:
+                raise
             self.anew()
-            return self._complete(request, run)
+            return self._completed(request, run)
         self.pieces.tell()
         return now, result
 
@@ -248,7 +254,7 @@ class CallCapture:
             self.anew()
         self.layers.renew(self.twins)
         # On the model's device, so that the caller may have the batch on any device.
-        call = self.arguments.call(request, self.twins.device, rows)
+        call = self.arguments.call(request, self.assumed, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
         count = len(request.rest)
         now = Now(call, request, self.twins, run, beside[:count], beside[count:])
@@ -275,7 +281,8 @@ class CallCapture:
                 now.kind.given = given
 
     def _routed(self, now: Now) -> Any:
-        """The result of the route. A refused call is tried again as long as there is another way."""
+        """The result of the route. A call that is refused though nothing is assumed of lengths is tried again as long
+        as there is another way."""
         tried: list[Refused] = []
         before = dict(self.pieces.of)
         how: str | None = self.pieces.how
@@ -297,10 +304,7 @@ class CallCapture:
                 tried.append(failed(error, how))
             else:
                 return result
-            if self.arguments.with_numbers(now.call):
-                now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
-            else:
-                how = self._another_way(now, tried)
+            how = None if with_numbers(self.assumed, now.call) else self._another_way(now, tried)
             self.anew()
             self.layers.renew(self.twins)
         self.pieces.reset(before, self.twins)

@@ -87,7 +87,7 @@ class StepCapture:
                 return self.call_capture.run(request, run)
             except NumbersWanted as wanted:
                 log.info("lengths are numbers from now on: %s", wanted)
-                self.call_capture.arguments.dynamic = False
+                self.call_capture.assumed = self.call_capture.assumed._replace(any_lengths=False)
                 self.call_capture.anew()
                 return self.call_capture.run(request, run)
 
@@ -113,7 +113,7 @@ class StepCapture:
     @property
     def dynamic(self) -> bool:
         """Whether lengths are symbols from the first capture on."""
-        return self.call_capture.arguments.dynamic
+        return self.call_capture.assumed.any_lengths
 
     @property
     def version(self) -> int:
