@@ -77,10 +77,9 @@ def _of_sort(op: Op, flow: Flow) -> Sorted | None:
             return replace(of, each=other)
         case "positions", "argsort" if of.each == 1 and not _argument(op, 2, "descending"):
             return replace(of, holds="places")
-        case "keys", "histc" if [_argument(op, 2, "min"), _argument(op, 3, "max")] == [
-            0,
-            (_argument(op, 1, "bins") or 0) - 1,
-        ]:
+        case "keys", "histc" if (
+            _argument(op, 2, "min") == 0 and _argument(op, 3, "max") == _argument(op, 1, "bins") - 1
+        ):
             return replace(of, holds="counts")
         case "counts", "cumsum":
             return replace(of, holds="ends")
@@ -90,7 +89,7 @@ def _of_sort(op: Op, flow: Flow) -> Sorted | None:
 def _gathered(op: Op, flow: Flow) -> Sorted | None:
     """The sorted rows that an op takes of the samples' by the positions of a sort."""
     at = _index(op, flow)
-    if at is None or not _fits(op, flow) or _fact(op, 0, flow) is not None:
+    if at is None or not _fits(op, flow) or _fact(op, 0, flow) is not None or op.args[0].name in flow.counted:
         return None
     return replace(at, holds="keys" if op.args[0] == at.sort.op.args[0] else "rows", each=1)
 
@@ -99,6 +98,8 @@ def _multiplied(op: Op, flow: Flow) -> Sorted | None:
     """The rows that an op makes of sorted rows, each with the weights of its own key."""
     rows, weights, ends = _fact(op, 0, flow), _type(op, 1, flow), _argument(op, 2, "offs")
     if op_name(op) not in GROUPED or weights is None or not isinstance(ends, Ref):
+        return None
+    if any(name in flow.depends and name not in flow.sorted for name in op.reads):
         return None
     kind, last = flow.types[ends.name], flow.sorted.get(ends.name)
     many = kind.shape[0] if isinstance(kind, TensorType) else None
@@ -153,8 +154,7 @@ def _index(op: Op, flow: Flow) -> Sorted | None:
         given = _argument(op, 2, "index")
     else:
         given = op.args[1] if name in ("getitem", "setitem") else None
-    first = given[0] if isinstance(given, tuple) and given else given
-    return flow.sorted.get(first.name) if isinstance(first, Ref) else None
+    return flow.sorted.get(given.name) if isinstance(given, Ref) else None
 
 
 def _fits(op: Op, flow: Flow) -> bool:

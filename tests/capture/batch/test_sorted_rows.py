@@ -86,6 +86,12 @@ def by_groups(model: Router, tokens: Tensor, rows: Tensor, keys: Tensor, at: Ten
     return tokens + summed(grouped(model, rows, ends(keys))[at.argsort()])
 
 
+def by_columns(rows: Tensor, at: Tensor) -> Tensor:
+    out = rows.clone()
+    out[at, 0] = rows[:, 0]
+    return out
+
+
 EXACT = [by_places, by_sort, by_assignment, by_sums, by_groups]
 MIXES: dict[str, Callable[[Router, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "keys come out": lambda model, tokens, rows, keys, at: keys,
@@ -102,6 +108,11 @@ MIXES: dict[str, Callable[[Router, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "other ends": lambda model, tokens, rows, keys, at: grouped(model, rows, ends(keys, high=EXPERTS))[at.argsort()],
     "ends of rows": lambda model, tokens, rows, keys, at: grouped(
         model, rows, torch.histc(rows[:, 0], EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    )[at.argsort()],
+    "numbers of tokens": lambda model, tokens, rows, keys, at: torch.arange(at.shape[0])[at][at.argsort()],
+    "one column of rows": lambda model, tokens, rows, keys, at: by_columns(rows, at),
+    "weights of all tokens": lambda model, tokens, rows, keys, at: F.grouped_mm(
+        rows.bfloat16(), (model.weights * tokens.mean()).bfloat16(), offs=ends(keys)
     )[at.argsort()],
     "counts for ends": lambda model, tokens, rows, keys, at: grouped(
         model, rows, torch.histc(keys.float(), EXPERTS, 0, EXPERTS - 1).int()
