@@ -77,13 +77,17 @@ def _of_sort(op: Op, flow: Flow) -> Sorted | None:
             return replace(of, each=other)
         case "positions", "argsort" if of.each == 1 and not _argument(op, 2, "descending"):
             return replace(of, holds="places")
-        case "keys", "histc" if (
-            _argument(op, 2, "min") == 0 and _argument(op, 3, "max") == _argument(op, 1, "bins") - 1
-        ):
+        case "keys", "histc" if _a_bin_for_each(op):
             return replace(of, holds="counts")
         case "counts", "cumsum":
             return replace(of, holds="ends")
     return None
+
+
+def _a_bin_for_each(op: Op) -> bool:
+    """Whether a `histc` counts each whole number from 0 on by itself."""
+    bins = _argument(op, 1, "bins") or 100
+    return (_argument(op, 2, "min"), _argument(op, 3, "max")) == (0, bins - 1)
 
 
 def _gathered(op: Op, flow: Flow) -> Sorted | None:
