@@ -63,6 +63,8 @@ from .model_with_loss import call_model
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
 
+MOST_TRACES = 60  # then all are forgotten: torch.compile stops at some more (`dynamo.py`)
+
 
 class CallCapture:
     """Captures calls of a model: `front(args, kwargs, run)` returns the result of `model(*args, **kwargs)`, computed
@@ -116,6 +118,7 @@ class CallCapture:
 
     def anew(self) -> None:
         """Forget what was captured."""
+        self._traces = 0
         self.layers.forget()
         self._routes.anew()
         self._unguarded = self.twins.unguarded
@@ -192,6 +195,7 @@ class CallCapture:
     def _starts(self) -> None:
         """Called when the route begins to trace a new kind of call."""
         assert self._now is not None
+        self._traces += 1
         signature = signature_of(self._now.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
@@ -251,6 +255,8 @@ class CallCapture:
         self.twins.sync()
         if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
+            self.anew()
+        if self._traces >= MOST_TRACES:
             self.anew()
         self.layers.renew(self.twins)
         # On the model's device, so that the caller may have the batch on any device.

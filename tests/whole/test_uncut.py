@@ -130,3 +130,13 @@ def test_what_cannot_be_captured_at_all_says_why_for_a_batch() -> None:
     for _ in range(2):
         with pytest.raises(CaptureError, match="derivatives inside of forward"):
             pipe(torch.randn(4, 6))
+
+
+def test_more_kinds_of_calls_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.capture.capture_call.MOST_TRACES", 3)
+    plain = Net(listed)
+    pipe = fxpipe.compile(copy.deepcopy(plain), devices=2, chunks=1)
+    for size in (2, 3, 4, 5, 6, 2, 6):
+        x = torch.randn(size, 6)
+        torch.testing.assert_close(pipe(x), plain(x))
+    pipe.close()
