@@ -7,6 +7,8 @@ Not every model can be traced in one graph. These ways are tried in this order, 
   - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`first_call.py`)
   - the same, with the innermost submodule that cannot be traced kept whole (`opaque_submodules.py`); and the next
 
+Lengths are symbols first, and numbers if that is refused. If no call is cut, so are all other sizes in the end.
+
 If all ways fail, the error has a table of them. torch.export is not used: it fixes train or eval mode and every flag in
 its graph without a guard that detects changes, and silently drops the backward of custom autograd functions. Code that
 it could trace and Dynamo cannot runs as an opaque op.
