@@ -26,7 +26,7 @@ from fxpipe.codegen.package.package_files import CONSTANTS, FORMAT, PUBLIC
 from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.runtime.accelerator import count, has_streams
+from fxpipe.runtime.accelerator import count, is_here
 from fxpipe.runtime.stage import sources_of
 from fxpipe.torch_internals.moved_tensors import become, can_share_memory
 
@@ -203,9 +203,8 @@ def worker_device(label: str) -> torch.device:
 
 
 def _check_device(stage: int, device: torch.device) -> None:
-    found = count(device.type)
-    if has_streams(device) and (device.index or 0) >= found:
-        kind = device.type.upper()
+    if not is_here(device):
+        found, kind = count(device.type), device.type.upper()
         there = f"no {kind} device" if found == 0 else f"{found} {kind} device{'s' if found > 1 else ''}"
         raise PlanError(f"stage {stage} is planned on {device}, and this machine has {there}")
 

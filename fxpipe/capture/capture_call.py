@@ -41,7 +41,7 @@ from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
-from fxpipe.capture.tracing.dynamo import Traced, dynamo
+from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
 from fxpipe.capture.tracing.layers.place_layers import Stale
@@ -56,7 +56,7 @@ from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
-from .call_arguments import Arguments, Assumed, BatchDim, Call, RequestedCall, with_numbers
+from .call_arguments import Arguments, Assumed, BatchDim, RequestedCall, with_numbers
 from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames, written_by_dynamo
 from .finish_graph import Finished, Seen, finish, stand_ins
@@ -64,8 +64,6 @@ from .model_exceptions import diagnosed
 from .model_with_loss import call_model
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
-
-MOST_TRACES = 60  # then all are forgotten: torch.compile stops at some more (`dynamo.py`)
 
 
 class CallCapture:
@@ -156,43 +154,53 @@ class CallCapture:
             return graph, now.fed(graph)
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        """One call of the route, with fewer assumptions if it is refused. Raises the model's own exception for such a
-        call, if it raises one, else CaptureError."""
-        before, done = self.assumed, False
+        """One call of the route. Raises the model's own exception for such a call, if it raises one, else
+        CaptureError."""
+        try:
+            return self._attempted(request, run)
+        except NoOps:
+            raise
+        except PlanError as error:  # about a transform
+            raise without_frames(error) from error.__cause__
+        except CaptureError as error:
+            refused = without_frames(error)
+        if self.twins.shape is None:  # it has parameters without a shape
+            raise refused
+        call = self.arguments.call(request, self.assumed, self.twins.device)
+        raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
+
+    def _attempted(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
+        """One call of the route, with fewer assumptions if it is refused. Raises what it raised for any number of
+        samples."""
+        before = self.assumed
         refused: CaptureError | None = None
         try:
             while True:
                 try:
-                    found = self._completed(request, run)
+                    return self._completed(request, run)
                 except NoOps:
                     raise
-                except PlanError as error:  # about a transform
-                    raise without_frames(error) from error.__cause__
                 except CaptureError as error:
-                    refused = without_frames(error) if self.assumed.any_rows or refused is None else refused
-                else:
-                    done = True
-                    return found
-                if self.twins.shape is None:  # it has parameters without a shape
-                    raise refused
-                less = self._assumed_less(self.arguments.call(request, self.assumed, self.twins.device))
+                    refused = error if refused is None or self.assumed.any_rows else refused
+                less = self._assumed_less(request)
                 if less is None:
-                    break
+                    raise refused
                 self.assumed = less
                 self.anew()
+        except BaseException:
+            self.assumed = before  # refused, too
+            raise
         finally:
-            if not done:
-                self.assumed = before
             if self._works:
                 self._works = False
                 self._working.close()
-        call = self.arguments.call(request, self.assumed, self.twins.device)
-        raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
-    def _assumed_less(self, call: Call) -> Assumed | None:
+    def _assumed_less(self, request: RequestedCall) -> Assumed | None:
         """What to assume of a call that was refused; None if nothing less can be assumed."""
+        if self.twins.shape is None:
+            return None
         rows = self.assumed._replace(any_rows=False) if self.arguments.uncut and self.assumed.any_rows else None
-        return with_numbers(self.assumed, call) or rows
+        return with_numbers(self.assumed, self.arguments.call(request, self.assumed, self.twins.device)) or rows
 
     def _starts(self) -> None:
         """Called when the route begins to trace a new kind of call."""
@@ -258,7 +266,7 @@ class CallCapture:
         if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self.anew()
-        if self._traces >= MOST_TRACES:
+        if self._traces >= MOST_TRACES:  # torch.compile would refuse another one
             self.anew()
         self.layers.renew(self.twins)
         # On the model's device, so that the caller may have the batch on any device.

@@ -30,6 +30,11 @@ def count(kind_of_device: str | None = None) -> int:
     return torch.accelerator.device_count() if kind_of_device in (None, kind()) else 0
 
 
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has the device."""
+    return not has_streams(device) or (device.index or 0) < count(device.type)
+
+
 def present() -> tuple[torch.device, ...]:
     """All accelerators that are there."""
     own = kind()

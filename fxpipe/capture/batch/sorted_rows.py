@@ -64,8 +64,9 @@ def _of_sort(op: Op, flow: Flow) -> Sorted | None:
     of, name, other = _fact(op, 0, flow), op_name(op), _argument(op, 1, "other")
     if name == "setitem":
         at = _index(op, flow)
-        placed = at is not None and (at.holds, at.each) == ("positions", 1) and _is_arange(op.args[2], flow)
-        return replace(at, holds="places") if at is not None and placed else None
+        if at is None or (at.holds, at.each) != ("positions", 1) or not _is_arange(op.args[2], flow):
+            return None
+        return replace(at, holds="places")
     if of is None:
         return None
     match of.holds, name:

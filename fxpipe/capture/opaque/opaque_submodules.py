@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fxpipe.capture.capture_errors import DATA_SIZES, DERIVES, HOOKED, Refused
 from fxpipe.capture.twins.twin import Twins
-from fxpipe.ir.graph.graph import Graph, Origin
+from fxpipe.ir.graph.graph import Graph, Origin, map_leaves
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
 from fxpipe.ir.graph.value_types import dim_names, tensors
 
@@ -58,7 +58,7 @@ class Piece:
         self.places = places = slots(module)
 
         def call(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self.stand_in(tensors, args, kwargs)
+            return self.stand_in(tensors, *map_leaves((args, kwargs), lambda leaf: leaf))  # torch.fx has its own lists
 
         call.opaque, call.piece = self.opaque, self  # type: ignore[attr-defined]
         name = self.opaque.path.rpartition(".")[2]

@@ -54,13 +54,14 @@ from .patches.patched import patched, quiet
 from .patches.saved_variables import saved_variables
 from .rewriting.inline_checkpoints import inline_checkpoints
 
+MOST_TRACES = 64  # of one function
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
     "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
     "allow_empty_graphs": True,  # nn.Identity
     # A shortcut of the guards of modules, which does not see that a variable of a closure has changed.
     "use_recursive_dict_tags_for_guards": False,
-    "recompile_limit": 64,
+    "recompile_limit": MOST_TRACES,
     "accumulated_recompile_limit": 1024,
     "verbose": False,
     "issue_3_13_0_warning": False,  # of Python 3.13.0 alone: for whoever makes errors of warnings, it ends the trace

@@ -25,7 +25,7 @@ from fxpipe.ir.once import once
 from fxpipe.torch_internals.pytrees import tree_flatten
 from fxpipe.torch_internals.tensor_memory import memory_key, sparse_parts, version_of
 
-from .graph import Graph, Op, Origin, called, map_leaves
+from .graph import Graph, Op, Origin, called
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]
@@ -234,7 +234,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
     """The tensors of a call, and the key: everything else about it (mode, autocast, nesting, other arguments)."""
-    found, nest = tree_flatten(map_leaves((tuple(args), dict(kwargs)), lambda leaf: leaf))  # torch.fx has its own lists
+    found, nest = tree_flatten((args, dict(kwargs)))
     others = [Tensor if isinstance(x, Tensor) else _known(x) for x in found]
     here = torch.accelerator.current_accelerator()
     kinds = ("cpu",) if here is None else ("cpu", here.type)

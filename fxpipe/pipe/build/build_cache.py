@@ -15,7 +15,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fxpipe.capture import NoOps, NumbersWanted
@@ -39,7 +38,7 @@ from fxpipe.pipe.saved.model_fingerprint import fingerprint
 from fxpipe.pipe.saved.temporary_folder import Folder
 from fxpipe.planning import Placement, homes
 from fxpipe.profiling import estimate
-from fxpipe.runtime.accelerator import count, has_streams
+from fxpipe.runtime.accelerator import is_here
 from fxpipe.runtime.microbatch import split_sizes
 
 from . import batch_statistics, sharded_build
@@ -93,7 +92,8 @@ class BuildCache:
         self.step_capture = StepCapture(model, options.batch_dim, **how)
         for capture in (self.call_capture, self.step_capture.call_capture):
             capture.twins.frozen_later = options.ranks
-            capture.twins.in_place_of_meta = there(worker_device(options.devices[0]))
+            if is_here(first := worker_device(options.devices[0])):
+                capture.twins.in_place_of_meta = first
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
         self.step_capture.call_capture.twins.first_devices = self.call_capture.twins.first_devices
         self.builds: dict[tuple[Any, ...], Build] = {}
@@ -256,12 +256,6 @@ class BuildCache:
         for live in self.lives.values():
             live.close()
         self.folder.remove()
-
-
-def there(device: torch.device) -> torch.device:
-    """The device; or that for tensors without memory, if this machine does not have it."""
-    known = not has_streams(device) or count(device.type) > (device.index or 0)
-    return device if known else torch.device("meta")
 
 
 def in_evaluation(trained: Build) -> Build:

@@ -207,9 +207,8 @@ def run(group: Any, case: Case) -> list[str]:
     if known is None:
         last.clear()
         torch._dynamo.reset()  # forgets what was traced, which takes memory
-        gc.unfreeze()
         gc.collect()
-        gc.freeze()  # a pipe collects garbage once a kind of call, and need not look at all that torch.compile has
+    gc.freeze()  # a pipe collects garbage once a kind of call, and need not look at all that torch.compile has
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(case.seed)
     plain = Net(case.units, case.programs, case.tied)
@@ -227,6 +226,7 @@ def run(group: Any, case: Case) -> list[str]:
     except fxpipe.FxpipeError as error:
         return [f"refused: {error}"]
     finally:
+        gc.unfreeze()
         if pipe is not None:
             pipe.close()
         torch.set_default_dtype(torch.float32)
