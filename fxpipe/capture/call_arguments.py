@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.errors import InputError, did_you_mean
-from fxpipe.torch_internals.tensors_without_memory import let_vary
+from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
 
 from .nested_values import change
 

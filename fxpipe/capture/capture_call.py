@@ -46,7 +46,6 @@ from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
 from fxpipe.capture.tracing.layers.place_layers import Stale
 from fxpipe.capture.tracing.layers.routes import Routes
-from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.transforms import transformed
@@ -58,7 +57,17 @@ from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Arguments, Assumed, BatchDim, RequestedCall, with_numbers
 from .call_kinds import Kind, Now, Run, Sizes, Work
-from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames, written_by_dynamo
+from .capture_errors import (
+    NoOps,
+    Refused,
+    failed,
+    made_of_floats,
+    no_ops,
+    no_two_alike,
+    refusals,
+    without_frames,
+    written_by_dynamo,
+)
 from .finish_graph import Finished, Seen, finish, stand_ins
 from .model_exceptions import diagnosed
 from .model_with_loss import call_model

@@ -28,6 +28,7 @@ DATA_SIZES = (
     "the shape of its result depends on the values of a tensor",
     "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
 )
+FROM_NUMBERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")  # functions that make tensors of numbers
 UNKNOWN = "?"  # a size that is not known before it is computed
 SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # torch's names of sizes
 HOOKED = "a module in the model has a backward hook, which would not run"
@@ -172,6 +173,21 @@ def no_ops(model: nn.Module) -> NoOps:
 
 class OutsideOfModules(CaptureError):
     """The refused line is in no module's forward, but in a loss function."""
+
+
+def made_of_floats(graph: fx.Graph) -> Refused | None:
+    """The refusal of the first op that makes a tensor of Python's floats, in a graph for which numpy has returned some:
+    `torch.tensor(np.sqrt(2))` is f64, `torch.tensor(2 ** 0.5)` is f32, and a trace knows no difference."""
+    for node in graph.nodes:
+        makes = node.op == "call_function" and getattr(node.target, "__name__", "") in FROM_NUMBERS
+        if makes and node.kwargs.get("dtype") is None and _has_float(node.args):
+            advice = "give torch.tensor a dtype, or numpy's function a tensor, as in torch.sqrt"
+            return Refused(line_of(node), "it makes a tensor of a number of numpy's", advice, modules_around(node))
+    return None
+
+
+def _has_float(nest: Any) -> bool:
+    return any(map(_has_float, nest)) if isinstance(nest, (list, tuple)) else type(nest) is float
 
 
 def written_by_dynamo(graph: fx.Graph) -> Refused | None:

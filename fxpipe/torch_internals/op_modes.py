@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
 from .capability import Capability
 
@@ -42,6 +38,7 @@ MODE_STACKS = Capability(
     needed=True,
 )
 
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 __all__ = ["TorchDispatchMode", "active_modes", "modes_are_active", "without_modes"]
 
 
@@ -55,9 +52,10 @@ def modes_are_active() -> bool:
 def active_modes() -> list[Any]:
     """The modes that see what this thread does, without that of the default device."""
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [*(mode for mode in functions if not isinstance(mode, DeviceContext)), *_get_current_dispatch_mode_stack()]
+    ops = _python_dispatch._get_current_dispatch_mode_stack()
+    return [*(mode for mode in functions if not isinstance(mode, DeviceContext)), *ops]
 
 
 def without_modes() -> AbstractContextManager[Any]:
     """A context in which no mode sees what ops do."""
-    return _disable_current_modes()
+    return _python_dispatch._disable_current_modes()

@@ -18,7 +18,7 @@ OPERATOR_CLASSES = Capability(
     ),
     since="1.13",
     without="fxpipe does not start: `torch.ops` is made of them",
-    check=lambda: torch.ops.aten.relu.default._schema.name == "aten::relu",
+    check=lambda: schema(torch.ops.aten.relu.default).name == "aten::relu",
     needed=True,
 )
 PADDING = Capability(
@@ -43,4 +43,8 @@ def overload_name(operator: Any) -> str:
 
 def padding() -> Any:
     """What F.pad calls, and what is captured of it; None if that is not known."""
-    return torch._C._nn.pad if PADDING.there else None
+    if not PADDING.there:
+        return None
+    from torch._C import _nn
+
+    return _nn.pad

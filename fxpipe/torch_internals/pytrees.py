@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils import _pytree
 
 from .capability import Capability
 
@@ -14,4 +14,6 @@ NESTED_VALUES = Capability(
     needed=True,
 )
 
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]

@@ -19,7 +19,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
-from fxpipe.torch_internals.tensors_without_memory import Symbols
+from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 SMALL = (3, 5, 7, 11, 13)

@@ -28,7 +28,7 @@ from fxpipe.passes.backward.fake_tensors import run_op
 from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
 from fxpipe.torch_internals.tensor_memory import is_view, is_zero_tensor
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor
 
 
 @dataclass(frozen=True)

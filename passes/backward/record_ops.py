@@ -26,7 +26,7 @@ from fxpipe.passes.backward.refused import Refused
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema
 from fxpipe.torch_internals.tensor_memory import storage_key
-from fxpipe.torch_internals.tensors_without_memory import python_kernels, unset_fake_temporarily
+from fxpipe.torch_internals.tracing.tensors_without_memory import python_kernels, unset_fake_temporarily
 
 aten = torch.ops.aten
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}  # of which the result is the argument

@@ -63,7 +63,8 @@ REFUSED: dict[str, set[str]] = {
     "run a backward without its checks": {"split"},
     "functions that enter and leave an autocast, which an fx.Graph can call": {"graph_module"},
     "symbols as sizes of tensors without memory": {"code"},
-    "torch.compile, with a call of ours around each compilation": {"compiled"},
+    "torch.compile, with a call of ours around each compilation": set(WAYS),
+    "torch.compile of forward and backward at once": {"compiled"},
 }
 
 

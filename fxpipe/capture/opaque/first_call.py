@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.nested_values import change
-from fxpipe.capture.tracing.patches.patched import quiet
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, hollow_one
-from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
+from fxpipe.torch_internals.tracing.patched import quiet
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
 from .opaque_submodules import Piece
 

@@ -38,8 +38,9 @@ from fxpipe.ir.graph.opaque_call import (
     take_apart,
     wanting,
 )
+from fxpipe.torch_internals.tensor_memory import version_of
+from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
-from .is_compiling import said_to_compile
 from .opaque_submodules import Piece, Pieces
 
 
@@ -217,7 +218,7 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
             takes = [(x.dtype, tuple(x.shape)) for x in tensors]
             wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
             held = {address for x in (*tensors, *module.parameters()) for address in addresses(x)}
-            before, others, versions = torch.get_rng_state(), _other_numbers(), [x._version for x in tensors]
+            before, others, versions = torch.get_rng_state(), _other_numbers(), [version_of(x) for x in tensors]
             dense = [x for x in module.parameters() if x.layout is torch.strided]
             contents = [x.detach().clone() for x in dense]  # a write to `.data` leaves the version
             with said_to_compile(False):  # as when the pipeline runs it
@@ -225,7 +226,7 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
             drew = not torch.equal(before, torch.get_rng_state())
-            wrote = versions != [x._version for x in tensors]
+            wrote = versions != [version_of(x) for x in tensors]
             if others != _other_numbers():
                 piece.opaque.remembers.add("random numbers that are not torch's")
             if not all(map(torch.equal, contents, dense)):

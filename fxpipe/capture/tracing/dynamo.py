@@ -19,39 +19,39 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as shape_config
 from torch import fx
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import builtin, tensor
-from torch._dynamo.variables.torch import tracing_state_functions
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import left_to_right
+from fxpipe.ir.graph.ops import ARITHMETIC
 from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.torch_internals.compiling.compiled_code import (
     COMPILED_CODE,
+    SWITCHED_OFF,
     compiled_for,
     forget_with,
     is_switched_off,
     one_at_a_time,
 )
-from fxpipe.torch_internals.compiling.dynamic_sizes import DYNAMIC_SIZES, size_of_tensor
-from fxpipe.torch_internals.compiling.trace_context import TRACE_CONTEXT, guarded
+from fxpipe.torch_internals.compiling.compiler import COMPILER, compiled, is_refusal, settings
+from fxpipe.torch_internals.compiling.dynamic_sizes import DYNAMIC_SIZES, one_symbol_a_size, size_of_tensor
 from fxpipe.torch_internals.compiling.vmap_levels import VMAP_LEVELS
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode
+from fxpipe.torch_internals.tracing.composite_ops import composed_in_python, one_step
+from fxpipe.torch_internals.tracing.constant_tensors import folding_constants
+from fxpipe.torch_internals.tracing.context_variables import Contexts, context_variables
+from fxpipe.torch_internals.tracing.gradient_flags import gradients_that_nobody_gets
+from fxpipe.torch_internals.tracing.is_compiling import not_compiling
+from fxpipe.torch_internals.tracing.numpy_folding import folding
+from fxpipe.torch_internals.tracing.patched import quiet
+from fxpipe.torch_internals.tracing.python_effects import PythonEffects, python_effects
+from fxpipe.torch_internals.tracing.saved_variables import saved_variables
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, FakeTensorMode
+from fxpipe.torch_internals.tracing.trace_context import TRACE_CONTEXT, guarded, translator_in, untimed_guards
 
-from .composite_ops import composed_in_python, one_step
-from .effects.python_effects import PythonEffects, python_effects
 from .effects.recorded_runs import recorded_runs
 from .layers.leaves import Layers, Outer, modes
 from .layers.place_layers import Placed
-from .patches.constant_tensors import folding_constants
-from .patches.context_variables import Contexts, context_variables
-from .patches.numpy_folding import folding
-from .patches.patched import patched, quiet
-from .patches.saved_variables import saved_variables
 from .rewriting.inline_checkpoints import inline_checkpoints
 
 MOST_TRACES = 64  # of one function
@@ -68,10 +68,6 @@ SETTINGS: dict[str, object] = {
     # What ops make of symbolic sizes takes longer to remember than to make, unless many ops are the same.
     "fake_tensor_cache_enabled": False,
 }
-SWITCHED_OFF = (
-    "torch.compile is switched off, which reads the model for fxpipe: leave out TORCHDYNAMO_DISABLE and "
-    "torch.compiler.set_stance('force_eager')"
-)
 GRADIENT_ASKED = ("setattr() on Tensor.", "Unsupported Tensor.", "intermediate with ")
 # Other ways to trace a model, with parts of the refusals that they may avoid.
 WAYS = {
@@ -133,14 +129,13 @@ def dynamo(
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), guarded(), placed))
 
-    for capability in (COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
+    for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
         capability.need("capturing a model")
-    context: Any = torch._dynamo.optimize(backend, nopython=True)
-    if not hasattr(context, "callback"):
-        raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts, layers)
+    configured = _Configured(starts, layers)
     fresh = _fresh(function)
-    run = context(fresh)
+    run = compiled(fresh, backend, configured.compiling)
+    if run is None:
+        raise CaptureError(SWITCHED_OFF)
 
     def call(*given: Any) -> Any:
         if is_switched_off():
@@ -152,7 +147,7 @@ def dynamo(
                 with Interrupts():  # Dynamo drops exceptions in guards
                     return (_known(fresh, given) or run)(*given)
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
-                if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
+                if not is_refusal(error) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
                 if (leaves := layers()) is not None and leaves.leave_out(configured.modules, str(error)):
                     continue
@@ -169,7 +164,7 @@ def dynamo(
 
 def _known(function: FunctionType, given: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What was compiled for calls like this one."""
-    if is_fx_symbolic_tracing() or torch._C._is_tracing():  # Dynamo says why it refuses these
+    if torch.jit.is_tracing():  # type: ignore  # Dynamo says why it refuses this
         return None
     found = compiled_for(function, given)
     return None if found is None else found.run
@@ -187,7 +182,7 @@ def _fresh(function: Callable[..., Any]) -> FunctionType:
 
 
 class _Configured:
-    """Dynamo's compiler, under our settings. It is called for new kinds of calls only.
+    """How Dynamo compiles: under our settings.
 
     - `modules`: the ids of the modules in which it stopped, outermost first; `sizes`: the sources of its symbols.
     - `floats`: the floats that numpy made of plain numbers; `effects`: what the trace does besides the ops.
@@ -196,14 +191,8 @@ class _Configured:
       some models leave out too much when it is true.
     """
 
-    def __init__(
-        self,
-        compile: Callable[..., Any],
-        starts: Callable[[], None],
-        layers: weakref.ref[Layers],
-    ) -> None:
+    def __init__(self, starts: Callable[[], None], layers: weakref.ref[Layers]) -> None:
         self.starts, self.layers = starts, layers
-        self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
         self.sizes: Sizes = {}
@@ -221,112 +210,57 @@ class _Configured:
         was true."""
         return "plain" in self.ways and not any(sign in refusal for sign in WAYS["plain"])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A context in which a new kind of call is traced. Raises Refused."""
         self.starts()
         # Settings are those of the whole process, so no other thread may compile meanwhile, ours or not.
-        with one_at_a_time(), ExitStack() as settings:
-            known: dict[str, Any] = {
-                key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)
-            }
+        with one_at_a_time(), ExitStack() as contexts:
             methods = (getattr(logging.Logger, name, None) for name in LOGGING)
-            known["ignore_logging_functions"] = {*filter(None, methods), warnings.warn}
-            if "deep" in self.ways and hasattr(torch._dynamo.config, "dont_skip_tracing"):
+            known = SETTINGS | {"ignore_logging_functions": {*filter(None, methods), warnings.warn}}
+            if "deep" in self.ways:
                 known["dont_skip_tracing"] = True
-            self.floats, self.effects, contexts = [], [], Contexts()
-            for setting in (
-                torch._dynamo.config.patch(known),
-                *([_gradients_that_nobody_gets()] if "deep" in self.ways else []),
-                *([_not_compiling()] if "plain" in self.ways else []),
+            self.floats, self.effects, variables = [], [], Contexts()
+            for context in (
+                settings(known),
+                *([gradients_that_nobody_gets()] if "deep" in self.ways else []),
+                *([not_compiling()] if "plain" in self.ways else []),
                 # Otherwise a dimension that happens to equal the batch size would get the same symbol.
-                shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+                one_symbol_a_size(),
                 left_to_right(),
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),
-                folding_constants(),
+                folding_constants(ARITHMETIC),
                 saved_variables(),
-                context_variables(contexts),
+                context_variables(variables),
                 recorded_runs(),
                 python_effects(self.effects),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better
-                # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.
-                patched(torch._dynamo.guards, profile_guard_manager=lambda *_: 0.0),
+                untimed_guards(),
             ):
-                settings.enter_context(setting)
+                contexts.enter_context(context)
             if (leaves := self.layers()) is not None:
-                outer = Outer(contexts, self.floats, self.effects, modes())
-                settings.enter_context(leaves.tracing(outer))
+                outer = Outer(variables, self.floats, self.effects, modes())
+                contexts.enter_context(leaves.tracing(outer))
             try:
-                result = self._torchdynamo_orig_backend(*args, **kwargs)
+                yield
             except Exception as error:  # some are Python's own, of checks inside of Dynamo
                 self.modules, self.sizes = _stopped(error)
                 raise
-            if contexts.left:
-                raise Refused(None, f"forward sets the context variable {contexts.left[0]!r}", "reset it in the end")
-            return result
+            if variables.left:
+                raise Refused(None, f"forward sets the context variable {variables.left[0]!r}", "reset it in the end")
 
 
 def _stopped(error: BaseException) -> tuple[tuple[int, ...] | None, Sizes]:
     """The ids of the modules whose forward Dynamo was tracing, outermost first, or None if it was not tracing; and the
-    sources of its symbols. Both are only in the frames of the traceback, which Dynamo removes later."""
-    found: InstructionTranslatorBase | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        reader = trace.tb_frame.f_locals.get("self")
-        if isinstance(reader, InstructionTranslatorBase):
-            found = reader
-        trace = trace.tb_next
+    sources of its symbols."""
+    found = translator_in(error)
     if found is None:
         return None, {}
     known = found.output.shape_env.var_to_sources.items() if found.output.shape_env is not None else ()
     sizes = {str(symbol): _size(sources[0]) for symbol, sources in known if sources}
     return tuple(int(key.partition("@")[0]) for key in found.nn_module_stack), sizes
-
-
-@contextmanager
-def _gradients_that_nobody_gets() -> Iterator[None]:
-    """A context in which `h.requires_grad = True` and `h.requires_grad_()`, which Dynamo refuses, do nothing if h was
-    made in forward. Models do this so that checkpoints work while their first layers are frozen; it changes no visible
-    gradient."""
-    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
-    values: Any = tensor.TensorVariable
-    if not hasattr(kind, "_call_setattr"):  # the refusal stands
-        yield
-        return
-    refusing, refusing_call = kind._call_setattr, values.method_requires_grad_
-
-    def setting(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
-        asked = name.is_python_constant() and name.as_python_constant() == "requires_grad"
-        made_here = owner.is_tensor() and owner.source is None
-        if asked and made_here and value.is_python_constant() and value.as_python_constant() is True:
-            owner.requires_grad = True  # for who asks later
-            return value
-        return refusing(self, tx, owner, name, value)
-
-    def calling(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        on = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
-        if self.source is not None or on is not True:
-            return refusing_call(self, tx, requires_grad)
-        self.requires_grad = True
-        return self
-
-    found: dict[str, Any] = {"method_requires_grad_": calling}
-    if method := getattr(values, "tp_methods", {}).get("requires_grad_"):  # the table of torch 2.15
-        found["tp_methods"] = values.tp_methods | {"requires_grad_": type(method)(calling)}
-    with patched(kind, _call_setattr=setting), patched(values, **found):
-        yield
-
-
-@contextmanager
-def _not_compiling() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` is false in forward, by any of its names."""
-    answers = tracing_state_functions()
-    known = {ask: said for ask, said in answers.items() if ask.__name__ in ("is_compiling", "is_dynamo_compiling")}
-    answers.update(dict.fromkeys(known, False))
-    try:
-        yield
-    finally:
-        answers.update(known)
 
 
 def _name(placeholder: fx.Node) -> str | tuple[str, int]:

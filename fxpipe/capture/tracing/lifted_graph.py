@@ -30,7 +30,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Origin, called
 from fxpipe.torch_internals.compiling.dynamic_sizes import VaryingNumbers
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
-from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
 from .dynamo import Traced, is_boxed, source_name
 from .fx_to_graph import Draft, Owner, draft, origin_of

@@ -22,7 +22,7 @@ from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.ir.timeline import Steps
 from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.written_buffers import instead
-from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
 
 def without_memory(batch: Sequence[Any]) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from fxpipe.codegen.package.load_package import worker_device
 from fxpipe.errors import PlanError
@@ -21,7 +23,6 @@ from fxpipe.ir.cluster.cluster import ASSUMED_CPU_WORKER, Cluster, Device, Link,
 from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
 from fxpipe.ir.cluster.published_clusters import KNOWN
 from fxpipe.runtime.accelerator import count, present, properties
-from fxpipe.torch_internals.device_work import SCALED_PRODUCTS, multiply_f8
 
 BYTES = 2**25  # to copy: more than caches hold, but quick
 SIDE = 1024  # of the matrices on a CPU
@@ -151,7 +152,7 @@ def _accelerator(label: str) -> Device:
     bandwidth = 2 * 4 * BYTES / _device_seconds(label, lambda: target.copy_(source))
     reached = {dtype: _flops(label, dtype) for dtype in FAST_DTYPES}
     found = properties(torch.device(label))
-    if label.startswith("cuda") and (found.major, found.minor) >= F8_SINCE and SCALED_PRODUCTS.there:
+    if label.startswith("cuda") and (found.major, found.minor) >= F8_SINCE:
         reached["f8"] = _flops_f8(label)
     speeds = tuple(MatrixSpeed(dtype, flops) for dtype, flops in reached.items())
     measured = Device(label, found.total_memory, reached["f32"], bandwidth, "local", speeds, 1.0, "measured")
@@ -208,8 +209,12 @@ def _flops(label: str, dtype: str) -> float:
 
 def _flops_f8(label: str) -> float:
     a = torch.ones(FAST_SIDE, FAST_SIDE, device=label).to(torch.float8_e4m3fn)
-    one = torch.ones((), device=label)
-    return 2 * FAST_SIDE**3 / _device_seconds(label, lambda: multiply_f8(a, a.t(), one))
+    one, whole = torch.ones((), device=label), F.ScalingType.TensorWise
+
+    def multiply() -> Tensor:
+        return F.scaled_mm(a, a.t(), one, whole, one, whole)
+
+    return 2 * FAST_SIDE**3 / _device_seconds(label, multiply)
 
 
 def _link(a: str, b: str) -> Link:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxpipe.torch_internals.capability import Capability
@@ -27,17 +26,23 @@ def tensors_are_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     different ones."""
     sizes: Any = [list(one.shape) for one in tensors]
     strides: Any = [list(one.stride()) for one in tensors]
-    guards: Any = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    check: Callable[..., bool] = guards.check
+    from torch._C._dynamo import guards
+
+    made: Any = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = made.check
     return check
 
 
 def state_is_like_now() -> Callable[[], bool]:
     """A check whether torch's global state, such as autocast, is that of now."""
-    check: Callable[[], bool] = torch._C._dynamo.guards.GlobalStateGuard().check
+    from torch._C._dynamo import guards
+
+    check: Callable[[], bool] = guards.GlobalStateGuard().check
     return check
 
 
 def compiles_as_usual() -> bool:
     """Whether torch.compile is neither switched off nor told to do something else."""
-    return bool(torch._dynamo.eval_frame._stance.stance == "default")
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "default")

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
-
 from fxpipe.torch_internals.capability import Capability
 
 COMPILED_CODE = Capability(
@@ -25,6 +23,10 @@ COMPILED_CODE = Capability(
     ),
     since="2.13",
     without="nothing is captured: it would not be known which layers and calls are alike",
+)
+SWITCHED_OFF = (
+    "torch.compile is switched off, which reads the model for fxpipe: leave out TORCHDYNAMO_DISABLE and "
+    "torch.compiler.set_stance('force_eager')"
 )
 
 
@@ -44,8 +46,10 @@ class CompiledCode:
 def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode | None:
     """What has been compiled for such a call. torch.compile finds it, too, but first sets all of its own state, and
     restores it afterwards, which takes as long as many small ops."""
+    from torch._C._dynamo import eval_frame
+
     named = dict(zip(function.__code__.co_varnames, given, strict=False))
-    entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    entries: list[Any] = eval_frame._debug_get_cache_entry_list(function.__code__)
     for entry in entries:
         if hold(entry.guard_manager, named):
             return CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
@@ -54,21 +58,28 @@ def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode
 
 def hold(guards: Any, named: dict[str, Any]) -> bool:
     """Whether guards hold for what the arguments are now; those that torch.compile has dropped never do."""
-    gone = torch._dynamo.guards.DeletedGuardManagerWrapper
-    return not isinstance(guards, gone) and bool(guards.check(named))
+    from torch._dynamo import guards as managers
+
+    return not isinstance(guards, managers.DeletedGuardManagerWrapper) and bool(guards.check(named))
 
 
 def forget_with(owner: object, function: Callable[..., Any]) -> None:
     """Forget what has been compiled of the function when `owner` goes: torch's table from compiled to original code
     keeps both alive, and with them all that they refer to."""
-    weakref.finalize(owner, torch._C._dynamo.eval_frame.reset_code, function.__code__).atexit = False
+    from torch._C._dynamo import eval_frame
+
+    weakref.finalize(owner, eval_frame.reset_code, function.__code__).atexit = False
 
 
 def one_at_a_time() -> AbstractContextManager[Any]:
     """A context in which no other thread compiles, as settings of the compiler are those of the whole process."""
-    return torch._dynamo.convert_frame.compile_lock
+    from torch._dynamo import convert_frame
+
+    return convert_frame.compile_lock
 
 
 def is_switched_off() -> bool:
     """Whether torch.compile runs functions as they are."""
-    return bool(torch._dynamo.eval_frame._stance.stance == "force_eager")
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "force_eager")

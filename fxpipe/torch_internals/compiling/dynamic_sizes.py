@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -41,43 +42,57 @@ def printed(expression: Any) -> str:
 
 def unknown_size() -> type[Exception]:
     """What an op raises that asks for a size or number which data decides."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.fx.experimental import symbolic_shapes
 
-    return GuardOnDataDependentSymNode
+    return symbolic_shapes.GuardOnDataDependentSymNode
 
 
 def depends_on_data(value: Any) -> bool:
     """Whether a size, or one of a tensor's, is known only when the op that makes it has run."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    from torch.fx.experimental import symbolic_shapes
 
-    return bool(free_unbacked_symbols(value))
-
-
-def is_of_tensor(source: Any) -> bool:
-    """Whether a value that varies is a size, stride or offset of a tensor."""
-    from torch._dynamo.source import TensorPropertySource
-
-    return isinstance(source, TensorPropertySource)
+    return bool(symbolic_shapes.free_unbacked_symbols(value))
 
 
-def size_of_tensor(source: Any) -> tuple[Any, int] | None:
-    """The source of a tensor and a dimension of it, if a value that varies is its size there."""
-    from torch._dynamo.source import TensorProperty, TensorPropertySource
+def holds(env: Any, expression: Any) -> bool:
+    """Whether an expression over symbols is true in a trace, which gets a guard of it."""
+    from torch.fx.experimental.sym_node import SymNode
 
-    if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx is not None:
-        return source.base, source.idx
-    return None
+    return bool(SymNode(expression, env, bool, None).guard_bool("", 0))
+
+
+def one_symbol_a_size() -> AbstractContextManager[Any]:
+    """A context in which no two sizes get the same symbol for having the same number."""
+    from torch.fx.experimental import _config
+
+    found: AbstractContextManager[Any] = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return found
+
+
+def is_of_tensor(origin: Any) -> bool:
+    """Whether a value that varies, with this source, is a size, stride or offset of a tensor."""
+    from torch._dynamo import source
+
+    return isinstance(origin, source.TensorPropertySource)
+
+
+def size_of_tensor(origin: Any) -> tuple[Any, int] | None:
+    """The source of a tensor and a dimension of it, if a value that varies, with this source, is its size there."""
+    from torch._dynamo import source
+
+    is_size = is_of_tensor(origin) and origin.prop is source.TensorProperty.SIZE
+    return (origin.base, origin.idx) if is_size and origin.idx is not None else None
 
 
 class VaryingNumbers:
     """Symbols for the numbers and sizes of one graph; `env` has their guards."""
 
     def __init__(self) -> None:
-        from torch._dynamo.source import ConstantSource
+        from torch._dynamo import source
         from torch.fx.experimental import symbolic_shapes
 
         self.env = symbolic_shapes.ShapeEnv(duck_shape=False)
-        self._source: Any = ConstantSource
+        self._source: Any = source.ConstantSource
         self._shapes: Any = symbolic_shapes
 
     def whole(self, value: int, name: str) -> Any:

@@ -1,29 +1,26 @@
-"""A function through torch.compile, under settings that hold only while it compiles."""
+"""Stages through torch.compile, and code that it leaves alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from fxpipe.errors import FxpipeError
 from fxpipe.torch_internals.capability import Capability
 
-from .compiled_code import forget_with
+from .compiled_code import SWITCHED_OFF, forget_with
+from .compiler import COMPILER, Around, compiled, settings
 
-COMPILER = Capability(
-    what="torch.compile, with a call of ours around each compilation",
-    names=(
-        "torch._dynamo.optimize",
-        "torch._dynamo.config.patch",
-        "torch._functorch.config.patch",
-    ),
+WHOLE_BACKWARDS = Capability(
+    what="torch.compile of forward and backward at once",
+    names=("torch._functorch.config.patch",),
     since="2.4",
     without="compile_stages is refused",
-    check=lambda: hasattr(torch._dynamo.optimize(lambda graph, _: graph.forward, nopython=True), "callback"),
 )
 OWN_CONTEXTS = Capability(
     what="the context variables that compiled backwards of one call share",
@@ -53,35 +50,27 @@ M = TypeVar("M", bound=nn.Module)
 SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
 
-def compiled(
-    owner: object, function: FunctionType, backend: Any, around: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
+def compiled_stage(owner: object, function: FunctionType, backend: Any, around: Around) -> Callable[..., Any]:
     """The function through torch.compile with this backend, as long as `owner` lives. Each compilation, which is one
     of forward and backward, is in a context of `around`. Raises FxpipeError."""
-    COMPILER.need("compile_stages")
-    context: Any = torch._dynamo.optimize(backend, nopython=True)
-    context.callback = _Around(context.callback, around)
-    run: Callable[..., Any] = context(function)
+    for capability in (COMPILER, WHOLE_BACKWARDS):
+        capability.need("compile_stages")
+
+    from torch._functorch import config
+
+    @contextmanager
+    def compiling() -> Iterator[None]:
+        # Compile backward now too: later, other threads may be drawing random numbers.
+        # What AOTAutograd has cached would not be recorded.
+        known = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
+        with around(), settings(SETTINGS), config.patch(known):
+            yield
+
+    run = compiled(function, backend, compiling)
+    if run is None:
+        raise FxpipeError(f"compile_stages compiles nothing: {SWITCHED_OFF}")
     forget_with(owner, function)
     return run
-
-
-class _Around:
-    """Dynamo's callback for code that is not compiled yet, in a context."""
-
-    def __init__(self, compile: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
-        self.around = around
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(self.around())
-            stack.enter_context(torch._dynamo.config.patch(SETTINGS))
-            # Compile backward now too: later, other threads may be drawing random numbers.
-            # What AOTAutograd has cached would not be recorded.
-            settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
-            stack.enter_context(torch._functorch.config.patch(settings))
-            return self._torchdynamo_orig_backend(*args, **kwargs)
 
 
 def copy_context(_: Any = None) -> None:
@@ -90,9 +79,15 @@ def copy_context(_: Any = None) -> None:
         torch._C._stash_obj_in_tls("context", torch._C._get_obj_in_tls("context").copy())
 
 
+def _frames() -> Any:
+    from torch._C._dynamo import eval_frame
+
+    return eval_frame
+
+
 # Lets something compile what runs in this thread from now on, None: nothing; returns what did. It is torch's function
 # itself, since one of ours would be compiled.
-set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame if OFF.there else lambda compiler: None
+set_compiler: Callable[[Any], Any] = _frames().set_eval_frame if OFF.there else lambda compiler: None
 
 
 def calls_through(mark: Callable[[Any], Any]) -> Callable[[type[M]], type[M]]:
@@ -110,7 +105,7 @@ def left_alone(function: Any, because: str) -> Any:
     """The function, marked as one that torch.compile runs as it is."""
     if not OFF.there:
         return torch.compiler.disable(function, reason=because)  # type: ignore[no-untyped-call]
-    eval_frame: Any = torch._C._dynamo.eval_frame
+    eval_frame = _frames()
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from fxpipe.torch_internals.capability import Capability
 
@@ -23,15 +23,17 @@ VMAP_LEVELS = Capability(
 
 def in_vmap(tensor: Tensor) -> bool:
     """Whether a tensor lives inside of a vmap only."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def vmap_is_entered() -> bool:
     """Whether ops of this thread run inside of a vmap."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def outside_of_vmaps() -> AbstractContextManager[object]:
     """A context in which ops run outside of all vmaps."""
-    found: AbstractContextManager[object] = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    found: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture.tracing.composite_ops import OPS, composed_in_python
+from fxpipe.torch_internals.tracing.composite_ops import OPS, composed_in_python
 from tests.helpers.models import Case, vectors
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 

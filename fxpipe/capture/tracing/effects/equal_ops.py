@@ -23,7 +23,8 @@ from fxpipe.capture.tracing.unmade_tensors import Kind, Memory, Unmade, rebuilt,
 from fxpipe.ir.graph.graph import Region
 from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap, outside_of_vmaps, vmap_is_entered
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode
+from fxpipe.torch_internals.tensor_memory import memory_key
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, FakeTensorMode
 
 # Where the functions are that depend on their arguments alone. Others, such as a custom op's, run each time.
 HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, operator)
@@ -301,7 +302,7 @@ def _number(size: Any) -> Any:
 
 
 def _storage(tensor: Tensor | Unmade) -> int:
-    return tensor.memory.address if isinstance(tensor, Unmade) else int(tensor.untyped_storage()._cdata)
+    return tensor.memory.address if isinstance(tensor, Unmade) else memory_key(tensor)
 
 
 def _address(tensor: Tensor) -> int:

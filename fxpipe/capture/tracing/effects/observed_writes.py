@@ -11,6 +11,8 @@ from torch import Tensor
 from fxpipe.capture.tracing.unmade_tensors import Unmade
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
+from fxpipe.torch_internals.operator_classes import schema as schema_of
+from fxpipe.torch_internals.tensor_memory import memory_key
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
 SILENT_WRITES = {
@@ -35,7 +37,7 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
+        schema = schema_of(func)
         writes = [
             kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
             for position, argument in enumerate(schema.arguments)
@@ -75,7 +77,7 @@ def memory(value: Any) -> Iterator[int]:
     if isinstance(value, Tensor) and in_vmap(value):
         return
     if isinstance(value, Tensor):
-        yield value.untyped_storage()._cdata
+        yield memory_key(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from memory(item)

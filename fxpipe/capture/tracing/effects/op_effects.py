@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._prims_common import compute_required_storage_length
 
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
-from fxpipe.capture.tracing.composite_ops import composed_in_python, drops, one_step
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.unmade_tensors import MADE, settled
 from fxpipe.ir.graph.graph import Region
+from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.torch_internals.compiling.compiled_code import one_at_a_time
 from fxpipe.torch_internals.compiling.dynamic_sizes import unknown_size
-from fxpipe.torch_internals.compiling.trace_context import in_a_trace, say_where
 from fxpipe.torch_internals.grad_mode import gradient_setter
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator, OpOverload
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, python_kernels
+from fxpipe.torch_internals.tracing.composite_ops import composed_in_python, one_step
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, python_kernels
+from fxpipe.torch_internals.tracing.trace_context import in_a_trace, say_where
 
 from .equal_ops import EqualOps
 from .observed_writes import Effects, as_fake
@@ -106,9 +106,9 @@ def _sized(value: Any) -> Any:
     if type(value) is FakeTensor and value.layout == torch.strided and value.untyped_storage().nbytes() == 0:
         shape, stride, offset = value.shape, value.stride(), int(value.storage_offset())
         if all(type(number) is int for number in (*shape, *stride)):
-            value.untyped_storage().resize_(
-                compute_required_storage_length(shape, stride, offset) * value.element_size()
-            )
+            last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            length = 0 if 0 in shape else offset + last + 1
+            value.untyped_storage().resize_(length * value.element_size())
     return value
 
 
@@ -126,7 +126,7 @@ def _step(
     ran = recorded(node, args, kwargs)
     if ran is not None and ran not in taken:
         taken.add(ran)
-        random = ran.random or drops(node)
+        random = ran.random or _drops(node)
         if ran.written:
             equal.made((args, kwargs))
         elif key not in equal.known:
@@ -139,10 +139,20 @@ def _step(
     effects.written, effects.random = {}, False
     _say_where(node)
     value = _run(node, args, kwargs)
-    step = Step(node, tuple(effects.written), effects.random or drops(node), regions)
+    step = Step(node, tuple(effects.written), effects.random or _drops(node), regions)
     if equal.unchanged(key, node, args, kwargs, regions) and not step.written:
         equal.remember(key, args, kwargs, value, step.random)
     return value, step
+
+
+def _drops(node: fx.Node) -> bool:
+    """Whether this is a recurrent network with dropout between its layers. Its arguments are (input, state, parameters,
+    biases, layers, dropout, train, ...), with the sizes of the steps after the input if that is a packed sequence."""
+    if getattr(node.target, "__name__", "") not in RECURRENT or len(node.args) < 9:
+        return False
+    packed = isinstance(node.args[3], (list, tuple))
+    layers, dropout, train = node.args[4 + packed : 7 + packed]
+    return bool(train and dropout and layers != 1)
 
 
 def _say_where(node: fx.Node) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from torch import Tensor, fx
 
-from fxpipe.capture.tracing.patches.patched import patched
 from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor
+from fxpipe.torch_internals.tracing.trace_context import op_runs
 
 from .equal_ops import depends_on_arguments, tensors_in
 from .observed_writes import Effects, as_fake, memory
@@ -55,13 +55,9 @@ class Ran:
 @contextmanager
 def recorded_runs() -> Iterator[None]:
     """A context in which Dynamo keeps in `meta` of each node how it ran the op."""
-    running: Any = getattr(torch._dynamo.utils, "run_node", None)
-    if running is None:  # a private function of torch's: without it, all ops run again
-        yield
-        return
     trace = Trace()
 
-    def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+    def run_node(running: Any, tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
         before = _flags(args, kwargs)
         with Effects() as effects:
             value = as_fake(running(tracer, node, args, kwargs, nnmodule))
@@ -73,7 +69,7 @@ def recorded_runs() -> Iterator[None]:
             node.meta[RAN] = Ran(trace, _called(node, args, kwargs), value, written, effects.random)
         return value
 
-    with patched(torch._dynamo.utils, run_node=run_node):
+    with op_runs(lambda running: partial(run_node, running)):
         yield
 
 

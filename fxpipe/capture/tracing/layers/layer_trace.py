@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from fxpipe.capture.tracing.effects.recorded_runs import RAN
 from fxpipe.capture.tracing.storageless_tensors import like_traced
 from fxpipe.torch_internals.compiling.compiled_code import CompiledCode, compiled_for, forget_with
+from fxpipe.torch_internals.compiling.compiler import compiled, settings
 from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data, size_of_tensor
-from fxpipe.torch_internals.compiling.trace_context import guarded
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
-from fxpipe.torch_internals.tensors_without_memory import FakeTensor, FakeTensorMode, let_vary
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, FakeTensorMode, let_vary
+from fxpipe.torch_internals.tracing.trace_context import guarded
 
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
 
@@ -109,7 +110,9 @@ class LayerFunction:
             assert function is not None
             return function._traced(module, own)
 
-        self.compiled = torch._dynamo.optimize(backend, nopython=True, dynamic=False)(self.function)
+        run = compiled(self.function, backend, dynamic=False)
+        assert run is not None
+        self.compiled = run
         forget_with(self, self.function)
 
     def _traced(self, module: fx.GraphModule, own: weakref.ref[LayerFunction]) -> Callable[..., Any]:
@@ -150,7 +153,7 @@ class LayerFunction:
             if known is not None:
                 result = known.run(layer, args, kwargs)
             else:
-                with torch._dynamo.config.patch(force_compile_during_fx_trace=True):  # while the model is traced
+                with settings({"force_compile_during_fx_trace": True}):  # while the model is traced
                     result = self.compiled(layer, args, kwargs)
                 known = compiled_for(self.function, (layer, args, kwargs))
             if known is None or len(self._seen) != 1:

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxpipe.capture.tracing.effects.observed_writes import Effects, memory
-from fxpipe.capture.tracing.effects.python_effects import PythonEffects, changed
-from fxpipe.capture.tracing.patches.context_variables import Contexts
 from fxpipe.capture.tracing.unmade_tensors import made_by_op
 from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
 from fxpipe.torch_internals.op_modes import without_modes
-from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode, own_kernels
+from fxpipe.torch_internals.tracing.context_variables import Contexts
+from fxpipe.torch_internals.tracing.python_effects import PythonEffects, changed
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode, own_kernels
+from fxpipe.torch_internals.tracing.trace_context import translator
 
 from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like, tensors_of
 from .place_layers import Placed, place_layers
@@ -201,7 +201,7 @@ class Layers:
         outer = self._outer
         assert outer is not None
         assert self._twins is not None
-        tx = InstructionTranslator.current_tx()
+        tx = translator()
         if modes() != outer.modes or tx.symbolic_torch_function_state.mode_stack:
             self.off = True
             raise NoLeaf("the model sets a mode of torch's around it")

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx import _lazy_graph_module
 
 from fxpipe.capture.tracing.unmade_tensors import MADE
 from fxpipe.capture.twins.twin import Slot
-from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
 from .layer_trace import LayerCall, filled, tensors_of
 
@@ -59,9 +58,7 @@ def place_layers(module: fx.GraphModule, calls: Calls, slots: Mapping[int, Slot]
         count = sum(node.op == "placeholder" for node in nodes)
         return Placed(module, tuple(range(count)))
     made = _Placing(nodes, calls, slots, mode)
-    # Its code is written when it runs, and in most captures it never does.
-    kind = getattr(_lazy_graph_module, "_LazyGraphModule", fx.GraphModule)
-    placed = kind(module, made.graph)
+    placed = fx.GraphModule(module, made.graph)
     placed.meta = module.meta
     return Placed(placed, tuple(made.places), tuple(made.calls))
 
@@ -279,7 +276,7 @@ def _base(name: str) -> str:
 @lru_cache(maxsize=1024)
 def _start(base: str) -> str:
     """The first name that a graph gives after this one: `sum_1`, as `sum` is Python's."""
-    return str(fx.graph._Namespace().create_name(base, None))
+    return fx.Graph().create_node("placeholder", base, name=base).name
 
 
 def _first(node: fx.Node) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.sym_node import SymNode
 
 from fxpipe.capture.capture_errors import line_of
 from fxpipe.capture.tracing.effects.observed_writes import as_fake
-from fxpipe.torch_internals.compiling.trace_context import say_where
-from fxpipe.torch_internals.tensors_without_memory import FakeTensorMode
+from fxpipe.torch_internals.compiling.dynamic_sizes import holds
+from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
+from fxpipe.torch_internals.tracing.trace_context import say_where
 
 from .layer_trace import LayerCall, NoLeaf
 
@@ -74,7 +74,7 @@ def _ask(trace: Any, values: Sequence[Any], nodes: Sequence[fx.Node], mode: Fake
                 raise NoLeaf("what it asks of sizes is not so in the model")
             continue
         count = len(env.guards)
-        if not SymNode(expression, env, bool, None).guard_bool("", 0):
+        if not holds(env, expression):
             raise NoLeaf("what it asks of sizes is not so in the model")
         if len(env.guards) > count:  # with the line of the layer that asks
             env.guards[-1] = env.guards[-1]._replace(sloc=guard.sloc)

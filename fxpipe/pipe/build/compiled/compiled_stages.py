@@ -28,8 +28,7 @@ from fxpipe.errors import CompileError
 from fxpipe.runtime import Stage
 from fxpipe.runtime.error_notes import user_line
 from fxpipe.runtime.random import nobody_draws
-from fxpipe.torch_internals.compiling.stage_compiler import compiled as through_compiler
-from fxpipe.torch_internals.compiling.stage_compiler import copy_context
+from fxpipe.torch_internals.compiling.stage_compiler import compiled_stage, copy_context
 
 from .direct_calls import ANOTHER, MOST_KINDS, inductor, known_call, recorded
 
@@ -84,7 +83,7 @@ class Piece:
     def __init__(self, kind: type[Stage], eager: FunctionType, backend: Backend) -> None:
         self.kind, self.eager, self.backend = kind, eager, backend
         self.known: tuple[Callable[..., Any], ...] = ()  # kinds of calls
-        self.run = through_compiler(self, eager, inductor if backend == "inductor" else backend, nobody_draws)
+        self.run = compiled_stage(self, eager, inductor if backend == "inductor" else backend, nobody_draws)
 
     def __call__(self, *args: Any) -> Any:
         try:

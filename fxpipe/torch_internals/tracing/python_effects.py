@@ -11,15 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from fxpipe.torch_internals.capability import Capability
 
-from fxpipe.capture.tracing.patches.patched import knows, patched
+from .patched import patched
 
-# Where torch has other private parts, nothing is known of any trace.
-KNOWN = knows((OutputGraph, "call_user_compiler"), (SideEffects, "is_modified"))
+PYTHON_EFFECTS = Capability(
+    what="what a traced function changes besides tensors",
+    names=(
+        "torch._dynamo.output_graph.OutputGraph.call_user_compiler",
+        "torch._dynamo.side_effects.SideEffects.is_modified",
+        "torch._dynamo.variables.base.AttributeMutationExisting",
+        "torch._dynamo.variables.base.ValueMutationExisting",
+    ),
+    since="2.5",
+    without="all layers are traced with the model: a trace of one alone might leave out a change",
+)
 UNKNOWN = -1  # the id of no object
 
 
@@ -45,9 +51,11 @@ class PythonEffects:
 @contextmanager
 def python_effects(found: list[PythonEffects]) -> Iterator[None]:
     """A context in which Dynamo adds to `found` what the function does that it has just traced."""
-    if not KNOWN:
+    if not PYTHON_EFFECTS.there:
         yield
         return
+    from torch._dynamo.output_graph import OutputGraph
+
     compiling = OutputGraph.call_user_compiler
 
     def call_user_compiler(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +69,9 @@ def python_effects(found: list[PythonEffects]) -> Iterator[None]:
 
 def changed(effects: Any) -> frozenset[int]:
     """The ids of the older objects that a trace has changed by now."""
-    older = AttributeMutationExisting, ValueMutationExisting
+    from torch._dynamo import variables
+
+    older = variables.base.AttributeMutationExisting, variables.base.ValueMutationExisting
     changed = {
         key
         for key, value in effects.id_to_variable.items()
@@ -73,11 +83,13 @@ def changed(effects: Any) -> frozenset[int]:
 
 def _is_set_back(effects: Any, value: Any) -> bool:
     """Whether an object has in the end the attributes that it had, as after a flag that is set for a while."""
-    if not isinstance(value, UserDefinedObjectVariable):
+    from torch._dynamo import variables
+
+    if not isinstance(value, variables.UserDefinedObjectVariable):
         return False
     stored, held = effects.store_attr_mutations.get(value, {}), getattr(value.value, "__dict__", {})
     return bool(stored) and all(
-        name in held and type(new) is ConstantVariable and _is_same(held[name], new.value)
+        name in held and type(new) is variables.ConstantVariable and _is_same(held[name], new.value)
         for name, new in stored.items()
     )
 

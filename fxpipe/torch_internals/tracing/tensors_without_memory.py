@@ -5,12 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+from torch._dispatch import python as dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from .capability import Capability
+from fxpipe.torch_internals.capability import Capability
 
 FAKE_TENSORS = Capability(
     what="tensors without memory",
@@ -42,17 +41,19 @@ __all__ = [
 
 def python_kernels() -> AbstractContextManager[Any]:
     """A context in which ops run by their kernels in Python, since some of the others know no symbols."""
-    return enable_python_dispatcher()
+    return dispatcher.enable_python_dispatcher()
 
 
 def own_kernels() -> AbstractContextManager[Any]:
     """A context in which ops run by their own kernels, also inside of `python_kernels`."""
-    return no_python_dispatcher()
+    return dispatcher.no_python_dispatcher()
 
 
 def let_vary(tensor: Tensor, dim: int) -> None:
     """Let this size of the tensor be a symbol in the next trace, unless forward asks for a number."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
 
 
 class Symbols:
@@ -60,20 +61,20 @@ class Symbols:
 
     def __init__(self, cached: bool) -> None:
         SYMBOLIC_SIZES.need('backward="code"')
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.fx.experimental import symbolic_shapes
 
-        self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        self.env = symbolic_shapes.ShapeEnv(specialize_zero_one=False, duck_shape=False)
         self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake.cache_enabled = cached
 
     def size(self, name: str, value: int) -> tuple[Any, Any]:
         """A symbol, and a size that is this symbol, with this value while tracing."""
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import DimDynamic
+        from torch._dynamo import source
+        from torch.fx.experimental import symbolic_shapes
 
-        source = ConstantSource(name)
+        own = source.ConstantSource(name)
         symbol = self.env.create_symbol(
-            value, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=True,
+            value, own, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC, constraint_dim=None, positive=True,
             do_not_specialize_zero_one=True,
         )  # fmt: skip
-        return symbol, self.env.create_symintnode(symbol, hint=value, source=source)
+        return symbol, self.env.create_symintnode(symbol, hint=value, source=own)

@@ -3,9 +3,7 @@
 Dynamo puts each numpy function into the graph as an op that runs only inside Dynamo, even if all its arguments are
 known. Here the function is computed during tracing: its result is a number, and the model may branch on it.
 
-Arrays and functions of numpy.random are left to Dynamo. torch treats numbers of numpy and Python differently in one
-case: `torch.tensor(np.sqrt(2))` is f64, `torch.tensor(2 ** 0.5)` is f32. So a graph that makes tensors of numbers is
-refused if numpy returned a float.
+Arrays and functions of numpy.random are left to Dynamo.
 """
 
 from __future__ import annotations
@@ -15,37 +13,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import fx
-from torch._dynamo.variables import ConstantVariable
-from torch._dynamo.variables.misc import NumpyVariable
-
-from fxpipe.capture.capture_errors import Refused, line_of, modules_around
+from fxpipe.torch_internals.capability import Capability
 
 from .patched import patched
 
+NUMPY_FUNCTIONS = Capability(
+    what="calls of numpy's functions in a trace",
+    names=(
+        "torch._dynamo.variables.NumpyVariable.call_function",
+        "torch._dynamo.variables.NumpyVariable.call_method",
+        "torch._dynamo.variables.base.VariableTracker.build",
+    ),
+    since="2.5",
+    without="models that call numpy's functions of plain numbers are kept whole or refused",
+)
 PLAIN = (bool, int, float)
-MAKERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 
 
 @contextmanager
 def folding(floats: list[float]) -> Iterator[None]:
     """A context in which Dynamo computes numpy functions of plain numbers; float results are appended to `floats`."""
-    tracing, tracing_method = NumpyVariable.call_function, NumpyVariable.call_method
+    if not NUMPY_FUNCTIONS.there:
+        yield
+        return
+    from torch._dynamo import variables
 
-    def folded(number: bool | int | float) -> Any:
+    kind, build = variables.NumpyVariable, variables.base.VariableTracker.build
+    tracing, tracing_method = kind.call_function, kind.call_method
+
+    def folded(tx: Any, number: bool | int | float) -> Any:
         if type(number) is float:
             floats.append(number)
-        return ConstantVariable.create(number)
+        return build(tx, number)
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         number = _number(self.value, args, kwargs)
-        return tracing(self, tx, args, kwargs) if number is None else folded(number)
+        return tracing(self, tx, args, kwargs) if number is None else folded(tx, number)
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:  # numpy.lcm.reduce
         number = _number(getattr(self.value, name, None), args, kwargs)
-        return tracing_method(self, tx, name, args, kwargs) if number is None else folded(number)
+        return tracing_method(self, tx, name, args, kwargs) if number is None else folded(tx, number)
 
-    with patched(NumpyVariable, call_function=call, call_method=call_method):
+    with patched(kind, call_function=call, call_method=call_method):
         yield
 
 
@@ -71,17 +80,3 @@ def _number(function: Any, args: Any, kwargs: Any) -> bool | int | float | None:
 
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else type(value) in PLAIN
-
-
-def made_of_floats(graph: fx.Graph) -> Refused | None:
-    """The refusal of the first op that makes a tensor of Python's floats, of a type that it takes from them."""
-    for node in graph.nodes:
-        makes = node.op == "call_function" and getattr(node.target, "__name__", "") in MAKERS
-        if makes and node.kwargs.get("dtype") is None and _has_float(node.args):
-            advice = "give torch.tensor a dtype, or numpy's function a tensor, as in torch.sqrt"
-            return Refused(line_of(node), "it makes a tensor of a number of numpy's", advice, modules_around(node))
-    return None
-
-
-def _has_float(nest: Any) -> bool:
-    return any(map(_has_float, nest)) if isinstance(nest, (list, tuple)) else type(nest) is float

@@ -8,46 +8,57 @@ only, by ops that draw nothing and write into nothing, the ops are computed duri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.base import VariableTracker
 
-from fxpipe.ir.graph.ops import ARITHMETIC
+from fxpipe.torch_internals.capability import Capability
 
 from .patched import patched
 
+CONSTANT_TENSORS = Capability(
+    what="calls of methods of the tensors of a trace",
+    names=("torch._dynamo.variables.TensorVariable.call_method", "torch._dynamo.variables.base.VariableTracker.build"),
+    since="2.5",
+    without="models that ask for numbers of tensors made of constants are kept whole or refused",
+)
 MAKERS = frozenset({"arange", "tensor", "as_tensor", "zeros", "ones", "full", "eye"})
 METHODS = frozenset({"tolist", "item"})
 MOST = 32  # ops that are computed for one number: more are no constants of a model's shape
 
 
 @contextmanager
-def folding_constants() -> Iterator[None]:
-    """A context in which Dynamo computes `tolist()` and `item()` of tensors that are made of constants."""
-    tracing = TensorVariable.call_method
+def folding_constants(arithmetic: Collection[str]) -> Iterator[None]:
+    """A context in which Dynamo computes `tolist()` and `item()` of tensors that are made of constants by functions
+    with these names."""
+    if not CONSTANT_TENSORS.there:
+        yield
+        return
+    from torch._dynamo import variables
+
+    kind, build = variables.TensorVariable, variables.base.VariableTracker.build
+    tracing = kind.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in METHODS and not args and not kwargs:
             node = self.as_proxy().node
-            if isinstance(node, fx.Node) and (made := _computed(node)) is not None:
-                return VariableTracker.build(tx, getattr(made, name)())
+            if isinstance(node, fx.Node) and (made := _computed(node, arithmetic)) is not None:
+                return build(tx, getattr(made, name)())
         return tracing(self, tx, name, args, kwargs)
 
-    with patched(TensorVariable, call_method=call_method):
+    with patched(kind, call_method=call_method):
         yield
 
 
-def _computed(node: fx.Node) -> torch.Tensor | None:
+def _computed(node: fx.Node, arithmetic: Collection[str]) -> torch.Tensor | None:
     """The tensor, if it is made of constants alone."""
     needed, todo = {node}, [node]
     while todo:
         one = todo.pop()
-        if len(needed) > MOST or not _is_constant(one):
+        if len(needed) > MOST or not _is_constant(one, arithmetic):
             return None
         new = [read for read in one.all_input_nodes if read not in needed]
         needed.update(new)
@@ -65,9 +76,10 @@ def _computed(node: fx.Node) -> torch.Tensor | None:
     return made if type(made) is torch.Tensor else None
 
 
-def _is_constant(node: fx.Node) -> bool:
+def _is_constant(node: fx.Node, arithmetic: Collection[str]) -> bool:
     """Whether an op makes its result of its arguments alone, and nothing can write into the result."""
-    return (_is_maker(node) or _is_arithmetic(node)) and all(map(_is_arithmetic, node.users))
+    computes = (_is_arithmetic(one, arithmetic) for one in (node, *node.users))
+    return (next(computes) or _is_maker(node)) and all(computes)
 
 
 def _is_maker(node: fx.Node) -> bool:
@@ -75,6 +87,6 @@ def _is_maker(node: fx.Node) -> bool:
     return node.op == "call_function" and name in MAKERS and not node.all_input_nodes
 
 
-def _is_arithmetic(node: fx.Node) -> bool:
+def _is_arithmetic(node: fx.Node, arithmetic: Collection[str]) -> bool:
     name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and name in ARITHMETIC and not name.startswith("i")  # iadd writes
+    return node.op == "call_function" and name in arithmetic and not name.startswith("i")  # iadd writes

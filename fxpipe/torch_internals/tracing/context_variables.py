@@ -18,12 +18,21 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
-from torch._dynamo.variables import ConstantVariable, misc
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from fxpipe.torch_internals.capability import Capability
 
 from .patched import patched
+
+CONTEXT_VARIABLES = Capability(
+    what="calls of methods of context variables in a trace",
+    names=(
+        "torch._dynamo.source.AttrSource",
+        "torch._dynamo.source.CallFunctionNoArgsSource",
+        "torch._dynamo.variables.UserDefinedObjectVariable.call_method",
+        "torch._dynamo.variables.base.VariableTracker.build",
+    ),
+    since="2.5",
+    without="models that set context variables in forward are kept whole or refused",
+)
 
 
 @dataclass
@@ -52,7 +61,14 @@ class Contexts:
 @contextmanager
 def context_variables(contexts: Contexts) -> Iterator[None]:
     """A context in which Dynamo traces `get`, `set` and `reset` of context variables."""
-    kind: Any = getattr(misc, "ContextVarVariable", UserDefinedObjectVariable)  # its own from torch 2.14 on
+    if not CONTEXT_VARIABLES.there:
+        yield
+        return
+    from torch._dynamo import source, variables
+
+    objects: Any = variables.UserDefinedObjectVariable
+    build = variables.base.VariableTracker.build
+    kind: Any = getattr(variables.misc, "ContextVarVariable", objects)  # its own from torch 2.14 on
     calling = kind.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -63,18 +79,19 @@ def context_variables(contexts: Contexts) -> Iterator[None]:
         if name == "set" and len(args) == 1:
             token = copy_context().run(variable.set, None)  # in no context that anyone sees
             values.append((token, args[0]))
-            return UserDefinedObjectVariable(token)
+            return objects(token)
         if name == "reset" and values and getattr(args[0], "value", None) is values[-1][0]:
             values.pop()
-            return ConstantVariable.create(None)
+            return build(tx, None)
         if name == "get" and values:
             return values[-1][1]
-        if name == "get" and self.source and not args and kind is UserDefinedObjectVariable:
+        if name == "get" and self.source and not args and kind is objects:
             try:
                 value = variable.get()
             except LookupError:  # it has none: Dynamo's error says so
                 return calling(self, tx, name, args, kwargs)
-            return VariableTracker.build(tx, value, CallFunctionNoArgsSource(AttrSource(self.source, "get")))
+            got = source.CallFunctionNoArgsSource(source.AttrSource(self.source, "get"))
+            return build(tx, value, got)
         return calling(self, tx, name, args, kwargs)
 
     with patched(kind, call_method=call_method):

@@ -7,16 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._dynamo.variables.base import VariableTracker
-
-# The method by which Dynamo reads an attribute of what it traces: from torch 2.14 on it has the name of CPython's slot.
-GETATTR = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
-
-
-def knows(*parts: tuple[object, str]) -> bool:
-    """Whether torch still has all of these private parts: (owner, name)."""
-    return all(hasattr(owner, name) for owner, name in parts)
-
 
 @contextmanager
 def patched(owner: Any, **functions: Any) -> Iterator[None]:

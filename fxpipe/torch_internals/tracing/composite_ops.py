@@ -5,7 +5,7 @@ Python instead, where sizes may be symbols. Only shapes and types come from here
 
 Recurrent layers are traced by their first step only. To find the shapes of an LSTM's results, torch runs all its steps
 in Python, which takes minutes for a second of sound; but all steps have the same shapes. torch applies no dropout
-between the layers in this run, so `drops` tells from the arguments whether the layer is random.
+between the layers in this run, so it does not show whether the layer is random.
 """
 
 from __future__ import annotations
@@ -16,16 +16,30 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch._decomp.decompositions as steps
-from torch import Tensor, fx
+from torch import Tensor
 
-from fxpipe.ir.graph.ops import RECURRENT
+from fxpipe.torch_internals.capability import Capability
 
-from .patches.patched import patched
+from .patched import patched
 
+COMPOSITES = Capability(
+    what="ops that are composed in Python, where sizes may be symbols",
+    names=(
+        "torch._C.DispatchKey.CompositeImplicitAutograd",
+        "torch._ops.OpOverload.py_impl",
+        "torch.ops.aten.kron.default.py_kernels",
+        "torch.ops.aten.kron.default._dispatch_cache",
+    ),
+    since="2.0",
+    without="models with take_along_dim, kron or multi_dot are captured for each batch size, or refused",
+)
+RECURRENT_STEPS = Capability(
+    what="the steps of recurrent layers in Python",
+    names=("torch._decomp.decompositions.one_layer_rnn", "torch._decomp.decompositions.one_layer_lstm"),
+    since="2.0",
+    without="recurrent layers over long sequences take long to capture",
+)
 Sizes = Sequence[int | torch.SymInt]
-COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
-LAYERS = ("one_layer_rnn", "one_layer_lstm")
 
 
 def take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
@@ -62,14 +76,20 @@ OPS: dict[Any, Callable[..., Tensor]] = {
 @contextmanager
 def composed_in_python() -> Iterator[None]:
     """A context in which fake tensors use the functions above for ops that torch does not have in Python."""
-    added = [op for op in OPS if COMPOSED not in op.py_kernels]
+    if not COMPOSITES.there:
+        yield
+        return
+    from torch._C import DispatchKey
+
+    composed: Any = DispatchKey.CompositeImplicitAutograd
+    added = [op for op in OPS if composed not in op.py_kernels]
     for op in added:
-        op.py_impl(COMPOSED)(OPS[op])
+        op.py_impl(composed)(OPS[op])
     try:
         yield
     finally:
         for op in added:
-            op.py_kernels.pop(COMPOSED, None)
+            op.py_kernels.pop(composed, None)
             op._dispatch_cache.clear()
 
 
@@ -79,8 +99,13 @@ def composed_in_python() -> Iterator[None]:
 @contextmanager
 def one_step() -> Iterator[None]:
     """A context in which recurrent layers on fake tensors compute only their first step, and use it for all steps."""
-    layers = {name: _first_step(getattr(steps, name)) for name in LAYERS if hasattr(steps, name)}
-    with patched(steps, **layers):
+    if not RECURRENT_STEPS.there:
+        yield
+        return
+    from torch._decomp import decompositions as steps
+
+    rnn, lstm = _first_step(steps.one_layer_rnn), _first_step(steps.one_layer_lstm)
+    with patched(steps, one_layer_rnn=rnn, one_layer_lstm=lstm):
         yield
 
 
@@ -90,13 +115,3 @@ def _first_step(layer: Callable[..., Any]) -> Callable[..., Any]:
         return out.expand(sequence.shape[0], *out.shape[1:]).contiguous(), last
 
     return run
-
-
-def drops(node: fx.Node) -> bool:
-    """Whether this is a recurrent network with dropout between its layers. Its arguments are (input, state, parameters,
-    biases, layers, dropout, train, ...), with the sizes of the steps after the input if that is a packed sequence."""
-    if getattr(node.target, "__name__", "") not in RECURRENT or len(node.args) < 9:
-        return False
-    packed = isinstance(node.args[3], (list, tuple))
-    layers, dropout, train = node.args[4 + packed : 7 + packed]
-    return bool(train and dropout and layers != 1)

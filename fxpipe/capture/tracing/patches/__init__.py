@@ -1,1 +1,0 @@
-"""What replaces functions of torch while a model is traced."""

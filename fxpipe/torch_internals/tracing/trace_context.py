@@ -1,0 +1,105 @@
+"""What torch.compile knows of the trace that it takes in this thread: where it is, and what its guards look at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import _guards
+
+from fxpipe.torch_internals.capability import Capability
+
+from .patched import patched
+
+TRACE_CONTEXT = Capability(
+    what="where a trace is, and what its guards look at",
+    names=(
+        "torch._guards.TracingContext.set_current_loc",
+        "torch._guards.tracing",
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
+    ),
+    since="2.1",
+    without="nothing is captured: it would not be known when a trace is outdated",
+)
+OP_RUNS = Capability(
+    what="the function that runs an op of a trace on tensors without memory",
+    names=("torch._dynamo.utils.run_node",),
+    since="2.1",
+    without="all ops of a trace run a second time",
+)
+GUARD_TIMES = Capability(
+    what="the function that measures how long guards take",
+    names=("torch._dynamo.guards.profile_guard_manager",),
+    since="2.6",
+    without="a capture takes up to a fifth longer",
+)
+
+
+def in_a_trace(mode: Any) -> AbstractContextManager[Any]:
+    """A context in which ops run as in a trace with this mode of tensors without memory."""
+    return _guards.tracing(_guards.TracingContext(mode))
+
+
+def say_where(file: str, line: int) -> None:
+    """Let the next guards be of this line of the user's."""
+    _guards.TracingContext.set_current_loc(file, line, "forward")
+
+
+def guarded() -> Callable[[], list[Any]]:
+    """A function that returns the objects that the guards of the current trace look at; they are known when the trace
+    is over. It can be called once: then it is empty."""
+    guards = list(_guards.TracingContext.get().guards_context.dynamo_guards)
+
+    def objects() -> list[Any]:
+        seen = [guard.obj_weakref() for guard in guards if isinstance(guard.obj_weakref, weakref.ref)]
+        guards.clear()
+        return seen
+
+    return objects
+
+
+def translator() -> Any:
+    """What translates the code of the function that is being traced."""
+    from torch._dynamo import symbolic_convert
+
+    return symbolic_convert.InstructionTranslator.current_tx()
+
+
+def translator_in(error: BaseException) -> Any:
+    """The innermost translator that an error of a trace has left; None if there is none. It is only in the frames of
+    the traceback, which Dynamo removes later."""
+    from torch._dynamo import symbolic_convert
+
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        reader = trace.tb_frame.f_locals.get("self")
+        if isinstance(reader, symbolic_convert.InstructionTranslatorBase):
+            found = reader
+        trace = trace.tb_next
+    return found
+
+
+@contextmanager
+def op_runs(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A context in which each run of an op of a trace is that of `around(run)`, with the arguments of `run`: the
+    tracer, the node, its arguments, and the module that is called."""
+    if not OP_RUNS.there:
+        yield
+        return
+    from torch._dynamo import utils
+
+    with patched(utils, run_node=around(utils.run_node)):
+        yield
+
+
+def untimed_guards() -> AbstractContextManager[Any]:
+    """A context in which guards are not measured. To say in a log how long they take, torch.compile empties the
+    processor's cache: a fifth of a small capture."""
+    if not GUARD_TIMES.there:
+        return nullcontext()
+    from torch._dynamo import guards
+
+    return patched(guards, profile_guard_manager=lambda *_: 0.0)
