@@ -68,8 +68,7 @@ def _new_home(program: Program, name: str, owner: str, users: Sequence[int]) -> 
     there = _on_device(program).get(owner)
     if not there:
         raise PlanError(
-            f"{owner} has owned {program.state(name).path} since the first call, and has no stage in this one: give a "
-            "batch with as many samples as the first one had"
+            f"{owner} owns {program.state(name).path} and has no stage in the plan: give it one, which may have no ops"
         )
     return next((index for index in sorted(users[1:]) if program.devices[index] == owner), there[0])
 

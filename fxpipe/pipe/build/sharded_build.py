@@ -8,7 +8,7 @@ A segment is a stage: a device may have many of them, and values move from a seg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.ir.cluster.cluster import Cluster
@@ -64,9 +64,9 @@ def build(
         where = {op: options.devices[device] for op, device in placed.devices.items()}
         seconds = {cost.name: profile.on(where[cost.name])[cost.name].forward for cost in profile.ops}
         patterns = collective_patterns(placed) if options.ranks else ()
-        decided = _plan(placed, seconds, options, patterns)
-    with timed("passes"):
         owned = owners(placed, options.devices, known or None) if options.ranks else {}
+        decided = _plan(placed, seconds, options, patterns, owned.values())
+    with timed("passes"):
         program = lower(
             placed.graph,
             decided,
@@ -91,19 +91,26 @@ def build(
 
 
 def _plan(
-    placed: Placed, seconds: Mapping[str, float], options: Options, patterns: Sequence[CollectivePattern]
+    placed: Placed,
+    seconds: Mapping[str, float],
+    options: Options,
+    patterns: Sequence[CollectivePattern],
+    owning: Collection[str],
 ) -> Plan:
-    """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never". Segments
-    that the strategy recomputes always do; those of a plan are as the plan's stage."""
+    """A plan with a stage for each segment, and one without ops on each device of `owning`, which owns tensors, that
+    computes nothing. "except_last" with one micro-batch recomputes nothing: "never". Segments that the strategy
+    recomputes always do; those of a plan are as the plan's stage."""
     if isinstance(options.place, Sharing):
         modes = options.place.checkpoints
     else:
         mode = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
         modes = (mode,) * len(options.devices)
-    stages = (
+    stages = [
         StagePlan(one.ops, options.devices[one.device], "always" if one.again else modes[one.device])
         for one in segments(placed, seconds, patterns)
-    )
+    ]
+    computing = {stage.device for stage in stages}
+    stages += [StagePlan((), label, "never") for label in options.devices if label in owning and label not in computing]
     return Plan(placed.graph.model, tuple(stages), options.chunks, str(options.schedule))
 
 

@@ -39,6 +39,15 @@ def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:
         assert others[0] == f"{left}: ValueError: no more data"
 
 
+def test_owners_that_compute_nothing_in_a_later_call(pool: Pool) -> None:
+    """In evaluation an encoder layer is one op, on one of the four devices that share it in training."""
+    options = {"chunks": 2, "schedule": "1f1b", "backward": "autograd", "checkpoint": "never"}
+    turns = (("step", 0, 16), ("evaluate", 0, 16), ("step", 0, 32))
+    programs = ((("unit", (0,)), ("unit", (1,))),)
+    case = several_kinds.Case(0, ("norm", "attends"), programs, (), options, "tensor parallel", turns)
+    assert not any(pool.run(several_kinds.run, case, ranks=ALL))
+
+
 SAMPLE = [(PAIR, 0, 8), (THREE, 0, 4), (ALL, 0, 2)]
 MORE = [(PAIR, 8, 16), (THREE, 4, 4), (ALL, 8, 4)]
 
