@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError, InputError
+from fxpipe.pipe.build.build_cache import MOST_RUNNING
 
 
 class Net(nn.Module):
@@ -139,4 +141,21 @@ def test_more_kinds_of_calls_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     for size in (2, 3, 4, 5, 6, 2, 6):
         x = torch.randn(size, 6)
         torch.testing.assert_close(pipe(x), plain(x))
+    pipe.close()
+
+
+def test_kinds_of_calls_that_nobody_makes_any_more_end_their_threads() -> None:
+    torch.manual_seed(0)
+    net = Net(listed)
+    plain, pipe = copy.deepcopy(net), fxpipe.compile(net, 2, 1)
+    calls = [torch.randn(size, 6) for size in (*range(1, MOST_RUNNING + 4), 1)]
+    before = threading.active_count()
+    late = pipe(calls[0])  # its backward comes when its kind has been closed
+    for x in calls:
+        torch.testing.assert_close(pipe(x), plain(x))
+    assert threading.active_count() - before <= 2 * MOST_RUNNING
+    late.sum().backward()
+    plain(calls[0]).sum().backward()
+    for parameter, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)
     pipe.close()

@@ -49,6 +49,7 @@ from .checkpoint_choice import tell_of_checkpoints
 from .local_cluster import local_cluster
 from .phase_timing import timed
 
+MOST_RUNNING = 16  # packages that are kept with their worker threads
 MUCH = 0.1  # of the bytes that a kind of call uses, what it may borrow without a word
 
 log = logging.getLogger("fxpipe")
@@ -58,7 +59,7 @@ class BuildCache:
     """The builds of a model, by kind of call.
 
     - `call_capture`, `step_capture`: capture calls and steps.
-    - `builds`, `lives`: the builds, and the packages that run them.
+    - `builds`, `lives`: the builds, and the packages that run them, the last used last; of those only some are kept.
     - `last`: the build of the last call that was compiled or run.
     - `home`: what the first build decides for all others; `owners`: the device that owns each parameter and buffer,
       by all of its paths.
@@ -241,7 +242,10 @@ class BuildCache:
         live = self.lives.get(key) or RunningPackage(self.folder.new(), made.files, self.backend)
         if live.version != (version, made):
             live.bind(partial(self._bind, self.model, made, others), (version, made))
+        self.lives.pop(key, None)
         self.lives[key] = live
+        while len(self.lives) > MOST_RUNNING:
+            self.lives.pop(next(iter(self.lives))).close()
         return live
 
     def homes(self, tensors: Mapping[str, Tensor]) -> dict[int, int]:
