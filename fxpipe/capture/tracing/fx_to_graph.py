@@ -27,11 +27,11 @@ from fxpipe.ir.graph.value_types import VMAP, TensorType, ValueType
 
 from .dynamo import Traced
 from .effects.op_effects import SET_DATA, Step, steps
+from .layers.layer_values import Known
 from .placeholders import Builder, add_inputs, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
 from .rewriting.written_inputs import WrittenInputs, why_kept, with_copies
 from .symbolic_sizes import text, type_of
-from .unmade_tensors import Unmade
 from .value_names import named_sizes
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
@@ -212,12 +212,12 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
 
 
 def _type(build: Builder, value: Any) -> ValueType:
-    """The type of a value; that of tensors which need not be made is the same for all of one kind."""
-    if not isinstance(value, Unmade):
+    """The type of a value; that of tensors inside of layers is the same for all that are alike."""
+    if not isinstance(value, Known):
         return type_of(value, build.symbols)
-    if value.kind not in build.types:
-        build.types[value.kind] = type_of(value, build.symbols)
-    return build.types[value.kind]
+    if id(value.like) not in build.types:
+        build.types[id(value.like)] = type_of(value.like, build.symbols)
+    return build.types[id(value.like)]
 
 
 def _from(node: fx.Node) -> Iterator[fx.Node]:

@@ -18,8 +18,8 @@ from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType
 
 from .dynamo import Traced
 from .effects.observed_writes import memory
+from .layers.layer_values import Known
 from .symbolic_sizes import first_symbols, symbol, type_of
-from .unmade_tensors import Kind, Unmade
 from .value_names import Names, usual_size
 
 
@@ -45,7 +45,7 @@ class Builder:
     ops: list[Op] = field(default_factory=list)
     sharing: dict[int, list[fx.Node]] = field(default_factory=dict)  # by storage: the nodes whose values are in it
     state_of: dict[str, State] = field(default_factory=dict)
-    types: dict[Kind, ValueType] = field(default_factory=dict)  # of the values of ops
+    types: dict[int, ValueType] = field(default_factory=dict)  # of what layers make, by the id of the first one
     last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last op that reads it
     returned: frozenset[fx.Node] = frozenset()
     vmaps: list[str] = field(default_factory=list)  # the ops that entered the vmaps which are open
@@ -219,7 +219,7 @@ def add_state(build: Builder, slots: list[Slot], kind: ValueType) -> str:
 def define(build: Builder, node: fx.Node, env: dict[fx.Node, Any], name: str) -> None:
     value = env[node]
     build.of_node[node] = name
-    if isinstance(value, (Tensor, Unmade)):
+    if isinstance(value, (Tensor, Known)):
         build.nodes_of.setdefault(id(value), []).append(node)
     for address in memory(value):
         build.sharing.setdefault(address, []).append(node)

@@ -17,7 +17,7 @@ from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.value_types import IN_VMAP, Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 
-from .unmade_tensors import Unmade
+from .layers.layer_values import Known
 
 
 def symbol(size: Any) -> sympy.Symbol | None:
@@ -51,7 +51,7 @@ def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
     """The type of a traced value. Inside a vmap a tensor is an object that lives there only."""
     if isinstance(value, Tensor) and in_vmap(value):
         return IN_VMAP
-    if isinstance(value, (Tensor, Unmade)):
+    if isinstance(value, (Tensor, Known)):
         shape = tuple(text(size, names) for size in value.shape)
         return TensorType(short_name(value.dtype), shape, str(value.device), value.requires_grad)
     for kinds, kind in (

@@ -62,7 +62,7 @@ def test_later_calls_follow_the_first() -> None:
 
 
 def test_an_owner_that_does_nothing() -> None:
-    with pytest.raises(PlanError, match=r"cpu:7 has owned 0\.weight since the first call, and has no stage in"):
+    with pytest.raises(PlanError, match=r"cpu:7 owns 0\.weight and has no stage in the plan"):
         program({"0.weight": "cpu:7"})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.capture.tracing.unmade_tensors import Unmade
+from fxpipe.capture.tracing.layers.layer_values import Known
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema as schema_of
@@ -72,8 +72,8 @@ def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
 
 def memory(value: Any) -> Iterator[int]:
     """The storages of a value. A tensor inside a vmap has none that is known."""
-    if isinstance(value, Unmade):
-        yield value.memory.address
+    if isinstance(value, Known):
+        yield value.memory
     if isinstance(value, Tensor) and in_vmap(value):
         return
     if isinstance(value, Tensor):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.capture.tracing.dynamo import Traced
-from fxpipe.capture.tracing.unmade_tensors import MADE, settled
+from fxpipe.capture.tracing.layers.layer_values import Known, LayerValues, numbers
 from fxpipe.ir.graph.graph import Region
 from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.torch_internals.compiling.compiled_code import one_at_a_time
@@ -28,7 +28,6 @@ from fxpipe.torch_internals.tracing.composite_ops import composed_in_python, one
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, python_kernels
 from fxpipe.torch_internals.tracing.trace_context import in_a_trace, say_where
 
-from .equal_ops import EqualOps
 from .observed_writes import Effects, as_fake
 from .recorded_runs import Ran, recorded
 
@@ -51,13 +50,13 @@ class Step:
 
 
 def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
-    """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside. Of equal
-    ops that write nothing, one runs (`equal_ops.py`), and none if Dynamo's run of it is known (`recorded_runs.py`)."""
+    """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside. No op
+    runs of which Dynamo's run is known (`recorded_runs.py`), or the run in a layer (`layer_values.py`)."""
     env: dict[fx.Node, Any] = {}
     found: list[Step] = []
     regions: list[tuple[fx.Node | None, Region]] = []
     dead = _dead_numbers(traced.module.graph)
-    equal, taken = EqualOps(traced.mode, _run), set[Ran]()
+    taken, in_layer = set[Ran](), _in_layer(traced)
     grad = torch.is_grad_enabled()
     # What replaces functions of torch's does so for the whole process, so no other thread may capture meanwhile.
     with one_at_a_time(), ExitStack() as contexts:
@@ -72,12 +71,12 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         ambient = torch.is_grad_enabled()
         for node in traced.module.graph.nodes:
             if node.op == "placeholder":
-                env[node] = _given(node, env, equal)
+                env[node] = _given(node, env, bool(in_layer))
             elif node.op == "get_attr":
                 value = _attribute(traced.module, node.target)
                 env[node] = traced.mode.from_tensor(value, static_shapes=True) if _is_real(value) else value
             elif node.op == "output":
-                env[node] = equal.made(fx.map_arg(node.args[0], env.__getitem__))
+                env[node] = fx.map_arg(node.args[0], env.__getitem__)
             elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
                 _region(node, env, regions, ambient)
             elif _changes_nothing(node, env):
@@ -85,19 +84,28 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 node.replace_all_uses_with(node.args[0])
             elif _name(node) not in ASSERTIONS and node not in dead:
                 inside = tuple(region for _, region in regions)
-                env[node], step = _step(node, env, inside, effects, equal, taken)
+                if node in in_layer:
+                    env[node], step = _layer_step(node, env, inside, *in_layer[node])
+                else:
+                    env[node], step = _step(node, env, inside, effects, taken)
                 found.append(step)
-            if node in env:
-                equal.add(env[node])
-    return {node: settled(value) for node, value in env.items()}, found
+    return env, found
 
 
-def _given(node: fx.Node, env: dict[fx.Node, Any], equal: EqualOps) -> Any:
-    """The value of a placeholder; that of a copied layer's tensor is made when it is needed."""
+def _in_layer(traced: Traced) -> dict[fx.Node, tuple[LayerValues, fx.Node]]:
+    """The ops of layers: the values of the layer, and the node of its own graph."""
+    if traced.placed is None or traced.placed.module is not traced.module:
+        return {}
+    values = {id(layer): LayerValues(layer) for layer, _ in traced.placed.layer_of.values()}
+    return {node: (values[id(layer)], inner) for node, (layer, inner) in traced.placed.layer_of.items()}
+
+
+def _given(node: fx.Node, env: dict[fx.Node, Any], known: bool) -> Any:
+    """The value of a placeholder; that of a copied layer's tensor is `known` from the first layer's."""
     if "alike" not in node.meta:
         return _sized(node.meta["example_value"])
     first, make = node.meta["alike"]
-    return equal.unmade(env[first], lambda: _sized(make()))
+    return Known(env[first], next(numbers)) if known else _sized(make())
 
 
 def _sized(value: Any) -> Any:
@@ -112,37 +120,28 @@ def _sized(value: Any) -> Any:
     return value
 
 
-def _step(
-    node: fx.Node,
-    env: dict[fx.Node, Any],
-    regions: tuple[Region, ...],
-    effects: Effects,
-    equal: EqualOps,
-    taken: set[Ran],
+def _layer_step(
+    node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], values: LayerValues, inner: fx.Node
 ) -> tuple[Any, Step]:
-    """One op: what is known from an equal one, or what its run shows, Dynamo's if that is known and not `taken` yet."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: settled(env[used]))
-    key = equal.key(node, args, kwargs, regions)
+    """One op of a layer, as it was in the run of the layer's graph."""
+    if not values.here:
+        values.begin(env)
+    return values.value(inner), Step(node, values.written(inner), values.is_random(inner) or _drops(node), regions)
+
+
+def _step(
+    node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], effects: Effects, taken: set[Ran]
+) -> tuple[Any, Step]:
+    """One op: what its run shows, Dynamo's if that is known and not `taken` yet."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     ran = recorded(node, args, kwargs)
     if ran is not None and ran not in taken:
         taken.add(ran)
-        random = ran.random or _drops(node)
-        if ran.written:
-            equal.made((args, kwargs))
-        elif key not in equal.known:
-            equal.remember(key, args, kwargs, ran.value, random)
-        return ran.value, Step(node, ran.written, random, regions)
-    if (known := equal.find(key)) is not None:
-        value = equal.value(known, node, args, kwargs)
-        return equal.as_made(value, node.meta.get(MADE)), Step(node, (), known.random, regions)
-    args, kwargs = equal.made((args, kwargs))
+        return ran.value, Step(node, ran.written, ran.random or _drops(node), regions)
     effects.written, effects.random = {}, False
     _say_where(node)
     value = _run(node, args, kwargs)
-    step = Step(node, tuple(effects.written), effects.random or _drops(node), regions)
-    if equal.unchanged(key, node, args, kwargs, regions) and not step.written:
-        equal.remember(key, args, kwargs, value, step.random)
-    return value, step
+    return value, Step(node, tuple(effects.written), effects.random or _drops(node), regions)
 
 
 def _drops(node: fx.Node) -> bool:
@@ -178,7 +177,7 @@ def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
         return node.args[0].target not in SET_DATA  # type: ignore[union-attr]
     if node.target not in SET_DATA or len(node.args) != 2:
         return False
-    one, other = (settled(env[item]) for item in node.all_input_nodes[:1] + node.all_input_nodes[-1:])
+    one, other = (env[item] for item in node.all_input_nodes[:1] + node.all_input_nodes[-1:])
     return one is other
 
 

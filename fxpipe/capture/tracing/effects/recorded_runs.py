@@ -7,6 +7,8 @@ would be the same one: the same function of the very same tensors, and of equal 
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +22,17 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor
 from fxpipe.torch_internals.tracing.trace_context import op_runs
 
-from .equal_ops import depends_on_arguments, tensors_in
 from .observed_writes import Effects, as_fake, memory
 
 RAN = "fxpipe_ran"  # the place of a record in a node's `meta`
 SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
+# Where the functions are that depend on their arguments alone. Others, such as a custom op's, run each time.
+HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, operator)
 
 
 @dataclass
 class Trace:
-    """All runs of one trace. `reliable`: whether every tensor still is what it was at its first run: no op changed its
+    """All runs of one graph. `reliable`: whether every tensor still is what it was at its first run: no op changed its
     sizes, its memory, or whether it needs a gradient."""
 
     reliable: bool = True
@@ -55,10 +58,10 @@ class Ran:
 @contextmanager
 def recorded_runs() -> Iterator[None]:
     """A context in which Dynamo keeps in `meta` of each node how it ran the op."""
-    trace = Trace()
+    traces: weakref.WeakKeyDictionary[fx.Graph, Trace] = weakref.WeakKeyDictionary()  # that of a layer is another one
 
     def run_node(running: Any, tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        before = _flags(args, kwargs)
+        before, trace = _flags(args, kwargs), traces.setdefault(node.graph, Trace())
         with Effects() as effects:
             value = as_fake(running(tracer, node, args, kwargs, nnmodule))
         if effects.reshaped or before is None or before != _flags(args, kwargs):
@@ -79,6 +82,27 @@ def recorded(node: fx.Node, args: Any, kwargs: Any) -> Ran | None:
     if ran is None or not ran.trace.reliable or not _same(ran.called, _called(node, args, kwargs)):
         return None
     return ran
+
+
+def depends_on_arguments(node: fx.Node) -> bool:
+    """Whether the function of an op is known to depend on its arguments only."""
+    if node.op == "call_method":
+        return True
+    name = getattr(node.target, "__name__", "")
+    return any(getattr(home, name, None) is node.target for home in HOMES)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nest."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -24,6 +24,8 @@ from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, FakeTensorMode, let_vary
 from fxpipe.torch_internals.tracing.trace_context import guarded
 
+from .layer_values import LayerRun
+
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
 
 
@@ -40,7 +42,7 @@ class LayerTrace:
     - `result`: what forward returns, with the numbers of the graph's outputs.
     - `floats`: those that numpy made of plain numbers.
     - `objects`: the ids of the objects that it reads; `variables`: the context variables.
-    - `known`: what the nodes make, by the kinds of the arguments, in the trace of the model that has this `mode`.
+    - `known`: runs of the graph by the kinds of the arguments, in the trace of the model that has this `mode`.
     """
 
     module: fx.GraphModule
@@ -50,13 +52,13 @@ class LayerTrace:
     paths: dict[int, str]
     result: Pattern = None
     floats: tuple[float, ...] = ()
-    known: dict[Any, dict[fx.Node, Any]] = field(default_factory=dict)
+    known: dict[Any, LayerRun] = field(default_factory=dict)
     objects: frozenset[int] = frozenset()
     variables: frozenset[Any] = frozenset()
     mode: FakeTensorMode | None = None
     reached: Callable[[], list[Any]] = list
 
-    def known_in(self, mode: FakeTensorMode) -> dict[Any, dict[fx.Node, Any]]:
+    def known_in(self, mode: FakeTensorMode) -> dict[Any, LayerRun]:
         """`known` of the model's trace with this mode of fake tensors: those of another one are of no use in it."""
         if self.mode is not mode:
             self.mode, self.known = mode, {}

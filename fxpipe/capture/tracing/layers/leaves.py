@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from fxpipe.capture.tracing.effects.observed_writes import Effects, memory
-from fxpipe.capture.tracing.unmade_tensors import made_by_op
 from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
 from fxpipe.torch_internals.op_modes import without_modes
 from fxpipe.torch_internals.tracing.context_variables import Contexts
@@ -32,6 +30,7 @@ from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 from fxpipe.torch_internals.tracing.trace_context import translator
 
 from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like, tensors_of
+from .layer_values import LayerRun
 from .place_layers import Placed, place_layers
 from .repeated import repeated
 from .run_layer import run_layer
@@ -65,15 +64,15 @@ class Layers:
     - `on`: whether there are any.
     - `of`: by the id of the twin.
     - `left_out`: the ids of those that cannot be leaves, and classes of which two cannot.
-    - `calls`: what the ops of the current trace stand for, by the id of the first tensor that they make, with the kinds
-      of its arguments; and that tensor.
+    - `calls`: what the ops of the current trace stand for, by the id of the first tensor that they make: the call, the
+      run of the layer's graph, and all tensors that they make.
     """
 
     def __init__(self) -> None:
         self.on, self.off = True, False
         self.of: dict[int, Leaf] = {}
         self.left_out: set[Any] = set()
-        self.calls: dict[int, tuple[LayerCall, dict[fx.Node, Any], Tensor]] = {}
+        self.calls: dict[int, tuple[LayerCall, LayerRun, list[Tensor]]] = {}
         self.refused: tuple[Leaf, str] | None = None
         self._gone: list[Leaf] = []
         self._functions: dict[type, LayerFunction] = {}
@@ -222,17 +221,14 @@ class Layers:
         self._check(call, outer)
         key = tuple(map(_kind, fakes)), torch.is_grad_enabled()
         known = trace.known_in(fakes[0].fake_mode)
-        values = known.get(key)
-        first = values is None
-        if values is None:
-            with Effects() as effects:
-                values = run_layer(call, fakes, self._twins.of)
-            if not set(effects.written).isdisjoint(memory(fakes)):
-                raise NoLeaf("it writes into what it is given")
-            known[key] = values
-        made = [values[node] if first else _like(values[node]) for node in call.trace.outputs]
-        self.calls[id(made[0])] = call, values, made[0]
-        return filled(call.trace.result, [*made, *fakes])
+        run = known.get(key)
+        if run is None:
+            run = known[key] = run_layer(call, fakes)
+            made = [run.values[node] for node in trace.outputs]
+        else:
+            made = [_like(run.values[node]) for node in trace.outputs]
+        self.calls[id(made[0])] = call, run, made
+        return filled(trace.result, [*made, *fakes])
 
     @contextmanager
     def _alone(self, outer: Outer) -> Iterator[None]:
@@ -323,5 +319,7 @@ def _kind(fake: Any) -> Any:
 
 
 def _like(value: Any) -> Tensor:
-    """Another fake tensor of the same kind, which an op has made."""
-    return made_by_op(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+    """Another fake tensor of the same kind, as an op makes it: no leaf, if it has a gradient."""
+    with torch.enable_grad():
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return made.requires_grad_().clone() if value.requires_grad else made

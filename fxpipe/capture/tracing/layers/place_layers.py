@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe.capture.tracing.unmade_tensors import MADE
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
 from .layer_trace import LayerCall, filled, tensors_of
+from .layer_values import LayerRun, PlacedLayer
 
 Flat = tuple[Any, ...]
-Calls = Mapping[int, tuple[LayerCall, dict[fx.Node, Any], Tensor]]
+Call = tuple[LayerCall, LayerRun, list[Tensor]]
+Calls = Mapping[int, Call]
 
 
 class Stale(Exception):
@@ -33,11 +34,13 @@ class Placed:
 
     - `places`: where the value of each placeholder comes from: a place among Dynamo's flat arguments, or a slot.
     - `calls`: the calls of the layers.
+    - `layer_of`: for each op of a layer the layer, and the node of its graph.
     """
 
     module: fx.GraphModule
     places: tuple[int | Slot, ...]
     calls: tuple[LayerCall, ...] = ()
+    layer_of: Mapping[fx.Node, tuple[PlacedLayer, fx.Node]] = field(default_factory=dict)
 
     def flat(self, flat: Flat) -> Flat:
         """The flat arguments of the graph, from Dynamo's. Raises Stale if what was traced for a layer is not right for
@@ -60,7 +63,7 @@ def place_layers(module: fx.GraphModule, calls: Calls, slots: Mapping[int, Slot]
     made = _Placing(nodes, calls, slots, mode)
     placed = fx.GraphModule(module, made.graph)
     placed.meta = module.meta
-    return Placed(placed, tuple(made.places), tuple(made.calls))
+    return Placed(placed, tuple(made.places), tuple(made.calls), made.layer_of)
 
 
 @dataclass
@@ -97,7 +100,8 @@ class _Placing:
         self.names = _Names()
         self.first: dict[tuple[int, int], fx.Node] = {}  # placeholders of the first layer of a kind
         call_of = {node: _call_of(node, calls) for node in nodes if is_leaf(node)}
-        self.calls = [call for call, _ in call_of.values()]
+        self.layer_of: dict[fx.Node, tuple[PlacedLayer, fx.Node]] = {}
+        self.calls = [call for call, _, _ in call_of.values()]
         self._placeholders(nodes, call_of)
         for node in nodes:
             if node in call_of:
@@ -124,7 +128,7 @@ class _Placing:
 
     # Placeholders ---------------------------------------------------------------------------------------------------
 
-    def _placeholders(self, nodes: list[fx.Node], call_of: Mapping[fx.Node, tuple[LayerCall, Any]]) -> None:
+    def _placeholders(self, nodes: list[fx.Node], call_of: Mapping[fx.Node, Call]) -> None:
         """All placeholders, those of each layer where Dynamo would have them: after those of what comes before."""
         placeholders = [node for node in nodes if node.op == "placeholder"]
         order = {node: place for place, node in enumerate(placeholders)}
@@ -164,9 +168,9 @@ class _Placing:
 
     # Layers ---------------------------------------------------------------------------------------------------------
 
-    def _layer(self, mark: fx.Node, call: LayerCall, values: Mapping[fx.Node, Any]) -> None:
+    def _layer(self, mark: fx.Node, call: LayerCall, run: LayerRun, made: list[Tensor]) -> None:
         """The nodes of a layer."""
-        trace = call.trace
+        trace, values = call.trace, run.values
         given = dict.fromkeys(tensors_of(mark.args))
         nodes = [self._node(node) for node in given]
         position = {id(tensor): place for place, tensor in enumerate(call.given)}
@@ -176,6 +180,10 @@ class _Placing:
                 here[node] = nodes[position[id(tensor)]] if id(tensor) in position else self.held[id(tensor)]
         for node, (place, dim) in trace.sizes.items():
             here[node] = self._size_of(here[trace.placeholders[place]], dim, values[node], mark)
+        returned = zip((values[node] for node in trace.outputs), made, strict=True)
+        layer = PlacedLayer(
+            run, {inner: node for inner, node in here.items() if isinstance(node, fx.Node)}, tuple(returned)
+        )
         modules = {str(key): str(id(call.layer.get_submodule(path))) for key, path in trace.paths.items()}
         names = _Names()
         for node in trace.module.graph.nodes:
@@ -192,6 +200,7 @@ class _Placing:
             meta["nn_module_stack"] = {**(mark.meta.get("nn_module_stack") or {}), **inside}
             meta["stack_trace"] = (mark.stack_trace or "") + (node.stack_trace or "")
             here[node] = self._made(node, here.__getitem__, meta, names)
+            self.layer_of[here[node]] = layer, node
             self._note_size(here[node])
         self.results[mark] = filled(trace.result, [*(here[node] for node in trace.outputs), *nodes])
         self._named(mark)
@@ -207,7 +216,6 @@ class _Placing:
         made = self.results[node]
         if not isinstance(made, fx.Node) or made.op == "placeholder":
             return
-        made.meta[MADE] = node.meta["example_value"]
         if _base(node.name) != _base(_first(node)):
             skipped = self.names.skipped(node.name)
             if not made.meta.get("fxpipe_named"):
@@ -244,11 +252,10 @@ class _Placing:
             self.graph._graph_namespace.create_name(_base(name), None)
 
 
-def _call_of(node: fx.Node, calls: Calls) -> tuple[LayerCall, dict[fx.Node, Any]]:
+def _call_of(node: fx.Node, calls: Calls) -> Call:
     given = {id(argument.meta["example_value"]) for argument in tensors_of(node.args)}
     found = (id(made) for made in tensors_of(node.meta["example_value"]))
-    call, values, _ = calls[next(key for key in found if key in calls and key not in given)]
-    return call, values
+    return calls[next(key for key in found if key in calls and key not in given)]
 
 
 def _is_part(node: fx.Node, results: Mapping[fx.Node, Any]) -> bool:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxpipe.capture.capture_errors import line_of
-from fxpipe.capture.tracing.effects.observed_writes import as_fake
+from fxpipe.capture.tracing.effects.observed_writes import Effects, as_fake, memory
 from fxpipe.torch_internals.compiling.dynamic_sizes import holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 from fxpipe.torch_internals.tracing.trace_context import say_where
 
 from .layer_trace import LayerCall, NoLeaf
+from .layer_values import LayerRun
 
 
-def run_layer(call: LayerCall, fakes: Sequence[Tensor], slots: Mapping[int, Any]) -> dict[fx.Node, Any]:
-    """The values of all nodes. `fakes`: the arguments in the model's trace. Raises NoLeaf."""
+def run_layer(call: LayerCall, fakes: Sequence[Tensor]) -> LayerRun:
+    """The run of the layer's graph. `fakes`: the arguments in the model's trace. Raises NoLeaf."""
     trace = call.trace
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
     places = {id(tensor): place for place, tensor in enumerate(call.given)}
@@ -31,14 +33,24 @@ def run_layer(call: LayerCall, fakes: Sequence[Tensor], slots: Mapping[int, Any]
     for node, (place, dim) in trace.sizes.items():
         env[node] = env[nodes[place]].shape[dim]
     _ask(trace, [env[node] for node in nodes], nodes, mode)
-    grad = torch.is_grad_enabled()
-    try:
+    written, random = dict[fx.Node, tuple[int, ...]](), set[fx.Node]()
+    with torch.set_grad_enabled(torch.is_grad_enabled()), Effects() as effects:
         for node in trace.module.graph.nodes:
             if node.op in ("call_function", "call_method"):
+                effects.written, effects.random = {}, False
                 env[node] = _run(node, env)
-    finally:
-        torch.set_grad_enabled(grad)
-    return env
+                written[node] = tuple(effects.written)
+                random |= {node} if effects.random else set()
+    given = set(memory(fakes))
+    if not given.isdisjoint(chain.from_iterable(written.values())):
+        raise NoLeaf("it writes into what it is given")
+    held = given | {key for node in nodes for key in memory(env[node])}
+    for output in trace.outputs:
+        [key] = memory(env[output])
+        if key in held:
+            raise NoLeaf("it returns a part of what it is given, or of what it returns besides")
+        held.add(key)
+    return LayerRun(env, written, frozenset(random))
 
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
