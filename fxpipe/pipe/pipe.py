@@ -48,6 +48,7 @@ from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.viz import svg
 
 from .drop_in_module import DropInModule, Forward, State, check_grad
+from .libraries.step_arguments import without_cache
 from .materialize import Init, materialize
 from .processes import Processes, StepOptions, Tensors
 from .ranks.rank_arguments import Given
@@ -125,22 +126,20 @@ class Pipe(DropInModule):
         the plain model.
 
         - `args`, `kwargs`: the model's own. If an argument of the model's forward has the name of one here, such as
-          `target`, pass it by position.
+          `target`, pass it by position. A model of transformers is passed `use_cache=False` if nothing else is said.
         - `target`: a tensor, or lists, tuples and dicts of tensors; cut like the arguments, by `batch_dim`.
         - `loss_fn(output, target)`, or `loss_fn(output)` without a target, returns one number or one for each sample.
           Whether one number is a mean or a sum over the samples is read from the ops of `loss_fn`; if they cannot be
           traced, give `reduce=` to `fxpipe.compile`. If there is one for each sample, `step` returns them all, and the
           gradients are those of the sum. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
-        - `scaler`: a `torch.amp.GradScaler`, or with several ranks a `fxpipe.GradScaler`: the gradients are those of
-          `scaler.scale(loss)`.
+        - `scaler`: a `torch.amp.GradScaler`, over ranks a `fxpipe.GradScaler`: gradients of `scaler.scale(loss)`.
         - `accumulate`: the number of calls of `step` for one update. The gradients of each call are divided by it, as
           by `(loss / accumulate).backward()`; the returned loss is neither divided nor scaled.
         - `timeline`: record when each action runs, for `pipe.timeline`, `compare()` and `diagnose()`.
 
-        If anything fails, no gradient is added, the error says where, and the pipe can be used again at once. (Buffers
-        that forward has changed by then, such as running statistics, are not restored.) Raises InputError,
-        CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
+        If anything fails, no gradient is added, and the pipe can be used again at once. (Buffers that forward has
+        changed by then are not restored.) Raises as a call does, and whatever the loss raises.
         """
         cache, processes = self._state.cache, self._state.processes
 
@@ -151,6 +150,7 @@ class Pipe(DropInModule):
             run = self._runner(StepOptions(scaler, check_accumulate(accumulate), timeline))
             return cache.step_capture.step(*given, loss_fn, outputs, run)
 
+        kwargs = kwargs if outputs else without_cache(self.model, args, kwargs)
         loss, output = processes.call(call, (args, kwargs, target), "step")
         return (loss, output) if outputs else loss
 
@@ -195,7 +195,7 @@ class Pipe(DropInModule):
             check_step(rounds=rounds)
             cache.step_capture.step(*given, loss_fn, False, run)
 
-        processes.call(call, (args, kwargs, target), "rehearse")
+        processes.call(call, (args, without_cache(self.model, args, kwargs), target), "rehearse")
         assert self._state.rehearsed is not None
         return self._state.rehearsed[1]
 
