@@ -27,6 +27,7 @@ from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema
 from fxpipe.torch_internals.tensor_memory import memory_key
 
+from .libraries.converted_checkpoint import converted
 from .saved.tensor_sources import Source, based, open_source
 
 Init = Callable[[nn.Module, str], Any]
@@ -77,7 +78,8 @@ def materialize(
     - `checkpoint`: the values by the model's own keys: a file with a `state_dict`, a `.safetensors` file, shards
       (their `.index.json`, or a folder of Hugging Face), or a folder of torch.distributed.checkpoint. Only what is
       needed is read. With the model's `base_model_prefix`, if it has one, a base model and a model with a head take
-      each other's keys. Tensors that are not in `state_dict()` are initialised.
+      each other's keys; a model of transformers takes those of the hub's files. Tensors that are not in
+      `state_dict()` are initialised.
     - `only`: the names of the tensors to make; None: all. Tied weights are made once, if `only` has one of their names.
 
     Parameters become new objects: make optimizers and hooks on them afterwards. Raises MaterializeError if nothing sets
@@ -100,7 +102,8 @@ def materialize(
     try:
         for slot in mine:
             slot.held[slot.key] = fresh[id(slot.now)]
-        source = None if checkpoint is None else open_source(checkpoint)
+        keys = [slot.full for slot in slots]
+        source = None if checkpoint is None else converted(open_source(checkpoint), model, keys)
         if source is not None and isinstance(prefix := getattr(model, "base_model_prefix", None), str) and prefix:
             source = based(source, [slot.full for slot in mine], prefix)
         found = {} if source is None else find(mine, source)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from importlib import import_module
 from pkgutil import walk_packages
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -53,6 +54,24 @@ class Capability:
                 f"{where} needs of torch: {self.what} ({names}). PyTorch {torch.__version__} does not have it as "
                 f"fxpipe knows it: install one that has been tested, {TESTED}"
             )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Context = Callable[P, AbstractContextManager[T | None]]
+
+
+def if_there(capability: Capability) -> Callable[[Context[P, T]], Context[P, T]]:
+    """A decorator of functions that return a context: where torch does not have the capability, it does nothing."""
+
+    def decorate(context: Context[P, T]) -> Context[P, T]:
+        @wraps(context)
+        def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T | None]:
+            return context(*args, **kwargs) if capability.there else nullcontext()
+
+        return made
+
+    return decorate
 
 
 def exists(name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -73,12 +73,10 @@ OPS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
+@if_there(COMPOSITES)
 @contextmanager
 def composed_in_python() -> Iterator[None]:
     """A context in which fake tensors use the functions above for ops that torch does not have in Python."""
-    if not COMPOSITES.there:
-        yield
-        return
     from torch._C import DispatchKey
 
     composed: Any = DispatchKey.CompositeImplicitAutograd
@@ -96,12 +94,10 @@ def composed_in_python() -> Iterator[None]:
 # Recurrent layers -----------------------------------------------------------------------------------------------------
 
 
+@if_there(RECURRENT_STEPS)
 @contextmanager
 def one_step() -> Iterator[None]:
     """A context in which recurrent layers on fake tensors compute only their first step, and use it for all steps."""
-    if not RECURRENT_STEPS.there:
-        yield
-        return
     from torch._decomp import decompositions as steps
 
     rnn, lstm = _first_step(steps.one_layer_rnn), _first_step(steps.one_layer_lstm)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -30,13 +30,11 @@ METHODS = frozenset({"tolist", "item"})
 MOST = 32  # ops that are computed for one number: more are no constants of a model's shape
 
 
+@if_there(CONSTANT_TENSORS)
 @contextmanager
 def folding_constants(arithmetic: Collection[str]) -> Iterator[None]:
     """A context in which Dynamo computes `tolist()` and `item()` of tensors that are made of constants by functions
     with these names."""
-    if not CONSTANT_TENSORS.there:
-        yield
-        return
     from torch._dynamo import variables
 
     kind, build = variables.TensorVariable, variables.base.VariableTracker.build
@@ -78,8 +76,8 @@ def _computed(node: fx.Node, arithmetic: Collection[str]) -> torch.Tensor | None
 
 def _is_constant(node: fx.Node, arithmetic: Collection[str]) -> bool:
     """Whether an op makes its result of its arguments alone, and nothing can write into the result."""
-    computes = (_is_arithmetic(one, arithmetic) for one in (node, *node.users))
-    return (next(computes) or _is_maker(node)) and all(computes)
+    computes = _is_maker(node) or _is_arithmetic(node, arithmetic)
+    return computes and all(_is_arithmetic(user, arithmetic) for user in node.users)
 
 
 def _is_maker(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -58,12 +58,10 @@ class Contexts:
         return [variable.name for variable, values in self.values.items() if values]
 
 
+@if_there(CONTEXT_VARIABLES)
 @contextmanager
 def context_variables(contexts: Contexts) -> Iterator[None]:
     """A context in which Dynamo traces `get`, `set` and `reset` of context variables."""
-    if not CONTEXT_VARIABLES.there:
-        yield
-        return
     from torch._dynamo import source, variables
 
     objects: Any = variables.UserDefinedObjectVariable

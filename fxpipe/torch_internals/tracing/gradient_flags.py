@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -21,14 +21,12 @@ GRADIENT_FLAGS = Capability(
 )
 
 
+@if_there(GRADIENT_FLAGS)
 @contextmanager
 def gradients_that_nobody_gets() -> Iterator[None]:
     """A context in which `h.requires_grad = True` and `h.requires_grad_()`, which Dynamo refuses, do nothing if h was
     made in forward. Models do this so that checkpoints work while their first layers are frozen; it changes no visible
     gradient."""
-    if not GRADIENT_FLAGS.there:
-        yield
-        return
     from torch._dynamo import variables
 
     kind: Any = variables.builtin.SetAttrBuiltinVariable

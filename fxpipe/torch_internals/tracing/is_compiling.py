@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 ANSWER = Capability(
     what="the flag behind torch.compiler.is_compiling",
@@ -45,12 +45,10 @@ def _is_compiling() -> bool:  # runs with the globals of torch.compiler
     return torch.compiler._is_compiling_flag if found is None else found
 
 
+@if_there(ANSWER)
 @contextmanager
 def said_to_compile(answer: bool) -> Iterator[None]:
     """A context in which `is_compiling()` is `answer` for this thread."""
-    if not ANSWER.there:
-        yield
-        return
     thread = threading.get_ident()
     before = _answers.get(thread)
     with _lock:
@@ -68,12 +66,10 @@ def said_to_compile(answer: bool) -> Iterator[None]:
                 torch.compiler.is_compiling.__code__ = _torchs
 
 
+@if_there(ANSWERS_IN_TRACES)
 @contextmanager
 def not_compiling() -> Iterator[None]:
     """A context in which `torch.compiler.is_compiling()` is false in a trace, by any of its names."""
-    if not ANSWERS_IN_TRACES.there:
-        yield
-        return
     from torch._dynamo.variables.torch import tracing_state_functions
 
     answers = tracing_state_functions()

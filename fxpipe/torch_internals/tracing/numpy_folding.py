@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -30,12 +30,10 @@ NUMPY_FUNCTIONS = Capability(
 PLAIN = (bool, int, float)
 
 
+@if_there(NUMPY_FUNCTIONS)
 @contextmanager
 def folding(floats: list[float]) -> Iterator[None]:
     """A context in which Dynamo computes numpy functions of plain numbers; float results are appended to `floats`."""
-    if not NUMPY_FUNCTIONS.there:
-        yield
-        return
     from torch._dynamo import variables
 
     kind, build = variables.NumpyVariable, variables.base.VariableTracker.build

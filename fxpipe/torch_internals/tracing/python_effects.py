@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -48,12 +48,10 @@ class PythonEffects:
         return not self.changed and not self.draws
 
 
+@if_there(PYTHON_EFFECTS)
 @contextmanager
 def python_effects(found: list[PythonEffects]) -> Iterator[None]:
     """A context in which Dynamo adds to `found` what the function does that it has just traced."""
-    if not PYTHON_EFFECTS.there:
-        yield
-        return
     from torch._dynamo.output_graph import OutputGraph
 
     compiling = OutputGraph.call_user_compiler

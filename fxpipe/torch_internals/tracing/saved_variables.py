@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxpipe.torch_internals.capability import Capability, found
+from fxpipe.torch_internals.capability import Capability, found, if_there
 
 from .patched import patched
 
@@ -19,13 +19,11 @@ SAVED_VARIABLES = Capability(
 )
 
 
+@if_there(SAVED_VARIABLES)
 @contextmanager
 def saved_variables() -> Iterator[None]:
     """In the backward of an autograd function, `ctx.saved_variables` is `ctx.saved_tensors` by its old name, which
     Dynamo (torch 2.13) does not know: it finds nothing saved there."""
-    if not SAVED_VARIABLES.there:
-        yield
-        return
     kind = found(CONTEXT)
     method = "tp_getattro_impl" if hasattr(kind, "tp_getattro_impl") else "var_getattr"
     reading = getattr(kind, method)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import _guards
 
-from fxpipe.torch_internals.capability import Capability
+from fxpipe.torch_internals.capability import Capability, if_there
 
 from .patched import patched
 
@@ -82,24 +82,21 @@ def translator_in(error: BaseException) -> Any:
     return found
 
 
+@if_there(OP_RUNS)
 @contextmanager
 def op_runs(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """A context in which each run of an op of a trace is that of `around(run)`, with the arguments of `run`: the
     tracer, the node, its arguments, and the module that is called."""
-    if not OP_RUNS.there:
-        yield
-        return
     from torch._dynamo import utils
 
     with patched(utils, run_node=around(utils.run_node)):
         yield
 
 
+@if_there(GUARD_TIMES)
 def untimed_guards() -> AbstractContextManager[Any]:
     """A context in which guards are not measured. To say in a log how long they take, torch.compile empties the
     processor's cache: a fifth of a small capture."""
-    if not GUARD_TIMES.there:
-        return nullcontext()
     from torch._dynamo import guards
 
     return patched(guards, profile_guard_manager=lambda *_: 0.0)
