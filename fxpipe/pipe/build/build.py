@@ -7,7 +7,7 @@ Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─sim
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -64,6 +64,7 @@ class Build:
 
     - `sizes`: the symbolic sizes of the micro-batch that profile and timeline are for.
     - `trail`: the program after each pass that changed it, by the pass's name; with a strategy, the placed graph first.
+    - `simulated`: predicts the `timeline`; it is called when that is asked for.
     - `files`: the generated package.
     - `totals`: the program that runs on the whole batch before it is cut.
     - `cuts`: how a strategy cuts each operator.
@@ -81,7 +82,7 @@ class Build:
     schedule: Schedule
     program: Program
     trail: Mapping[str, Program | Placed]
-    timeline: Timeline
+    simulated: Callable[[], Timeline]
     files: Mapping[str, str]
     totals: Program | None = None
     cuts: tuple[tuple[Operator, Config], ...] = ()
@@ -89,6 +90,11 @@ class Build:
     kept: tuple[KeptBytes | None, ...] = ()
     memory: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pairs: tuple[str, ...] = ()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted timeline of a step, or of a call."""
+        return self.simulated()
 
     @cached_property
     def batch_norms(self) -> tuple[BatchNorm, ...]:
@@ -288,7 +294,7 @@ def _drafted(
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
         memory = {label: (need, room[label]) for label, need in peaks(made).items()} if room else {}
     return Build(
-        graph, sizes, cluster, profile, decided, schedule, program, made.trail, timeline, {}, totals,
+        graph, sizes, cluster, profile, decided, schedule, program, made.trail, lambda: timeline, {}, totals,
         kept=made.kept, memory=memory, pairs=pairs,
     )  # fmt: skip
 
