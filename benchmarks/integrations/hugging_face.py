@@ -88,19 +88,74 @@ def experts() -> Pair:
     return got, want.item()
 
 
-def adapters() -> Pair:
+def adapters(dora: bool = False) -> Pair:
     """PEFT's recipe: checkpoints first, then adapters. The number is the sum of the gradients' norms."""
-    from peft import LoraConfig, get_peft_model
+    base = llama().double()
+    base.gradient_checkpointing_enable()
+    return stepped(adapted(base, dora).double())
+
+
+def weight_decomposed() -> Pair:
+    """The same with DoRA, which scales the columns of each weight."""
+    return adapters(dora=True)
+
+
+def four_bit() -> Pair:
+    """Adapters of linear layers whose weights are in 4 bits, by bitsandbytes."""
+    from bitsandbytes.nn import Linear4bit
 
     base = llama()
-    base.gradient_checkpointing_enable()
-    plain = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).train()
+    for module in list(base.modules()):
+        for name, part in list(module.named_children()):
+            if isinstance(part, nn.Linear) and name != "lm_head":
+                made = Linear4bit(part.in_features, part.out_features, bias=False, compute_dtype=torch.float32)
+                made.weight.data = part.weight.data
+                setattr(module, name, made.to("cpu"))  # which cuts it down to 4 bits
+    return stepped(adapted(base))
+
+
+def adapted(base: nn.Module, dora: bool = False) -> Any:
+    """A model with adapters, of which all have a gradient: half of them begin at zero otherwise."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    torch.manual_seed(1)
+    return get_peft_model(base, LoraConfig(r=4, use_dora=dora, **options)).train()
+
+
+def stepped(plain: Any) -> Pair:
+    """The sums of the gradients' norms after a step of a pipe and of the model."""
     model, ids = copy.deepcopy(plain), tokens()
     plain(input_ids=ids, labels=ids).loss.backward()
     pipe = fxpipe.compile(model, devices=2, chunks=2, schedule="1f1b", checkpoint="always")
     pipe.step(input_ids=ids, labels=ids)
     pipe.close()
     return norms(model), norms(plain)
+
+
+def accelerated() -> Pair:
+    """The loop of Accelerate, which wraps model, optimizer and loader. The number is the sum of the losses."""
+    from accelerate import Accelerator
+
+    found = []
+    for cut in (True, False):
+        model = llama().double()
+        run = fxpipe.compile(model, devices=2, chunks=2) if cut else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        loader = torch.utils.data.DataLoader(tokens(), batch_size=4)  # type: ignore[arg-type]
+        accelerator = Accelerator(cpu=True)
+        run, optimizer, loader = accelerator.prepare(run, optimizer, loader)
+        losses = []
+        for ids in loader:
+            with accelerator.accumulate(run):
+                loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(run.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        found.append(sum(losses))
+    return found[0], found[1]
 
 
 def norms(model: nn.Module) -> float:
@@ -127,10 +182,10 @@ def evaluated() -> Pair:
     return found[0], found[1]
 
 
-ALL = (shards, base_of_a_model_with_a_head, experts, adapters, evaluated)
+ALL = (shards, base_of_a_model_with_a_head, experts, adapters, weight_decomposed, four_bit, accelerated, evaluated)
 
 if __name__ == "__main__":
-    need("transformers", "peft", "accelerate", "safetensors")
+    need("transformers", "peft", "accelerate", "safetensors", "bitsandbytes")
     for one in ALL:
         pipe, plain = one()
         print(f"{one.__name__}: pipe {pipe:.5f}, plain {plain:.5f}")

@@ -36,12 +36,23 @@ def test_trainer_trains_a_pipe_as_the_plain_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shards", "base_of_a_model_with_a_head", "experts", "adapters", "evaluated"])
+@pytest.mark.filterwarnings("ignore:.* kept whole")
+@pytest.mark.parametrize("name", ["shards", "base_of_a_model_with_a_head", "experts", "four_bit", "evaluated"])
 def test_models_of_hugging_face(name: str) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("peft")
+    for library in ("transformers", "peft", *(["bitsandbytes"] if name == "four_bit" else [])):
+        pytest.importorskip(library)
     pipe, plain = getattr(import_module("benchmarks.integrations.hugging_face"), name)()
     assert pipe == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* kept whole")
+@pytest.mark.parametrize("name", ["adapters", "weight_decomposed", "accelerated"])
+def test_models_of_hugging_face_in_float64(name: str) -> None:
+    for library in ("transformers", "peft", "accelerate"):
+        pytest.importorskip(library)
+    pipe, plain = getattr(import_module("benchmarks.integrations.hugging_face"), name)()
+    assert pipe == pytest.approx(plain, rel=1e-9)
 
 
 @pytest.mark.long
