@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.capture.tracing.dynamo import Traced
-from fxpipe.capture.tracing.layers.layer_values import Known, LayerValues, numbers
+from fxpipe.capture.tracing.layers.layer_values import Known, LayerValues, memory_numbers
 from fxpipe.ir.graph.graph import Region
 from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.torch_internals.compiling.compiled_code import one_at_a_time
@@ -105,7 +105,7 @@ def _given(node: fx.Node, env: dict[fx.Node, Any], known: bool) -> Any:
     if "alike" not in node.meta:
         return _sized(node.meta["example_value"])
     first, make = node.meta["alike"]
-    return Known(env[first], next(numbers)) if known else _sized(make())
+    return Known(env[first], next(memory_numbers)) if known else _sized(make())
 
 
 def _sized(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 from fxpipe.torch_internals.tensor_memory import memory_key
 
-numbers = itertools.count(-1, -1)  # of memory that is no storage's
+memory_numbers = itertools.count(-1, -1)  # of memory that is no storage's
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class LayerValues:
         if id(value) not in self.here:
             key = memory_key(value)
             if key not in self.memories:
-                self.memories[key] = next(numbers)
+                self.memories[key] = next(memory_numbers)
             self.here[id(value)] = Known(value, self.memories[key])
         return self.here[id(value)]
 
