@@ -59,7 +59,7 @@ REFUSED: dict[str, set[str]] = {
     "the code that torch.compile has made of a function, with its guards": set(WAYS),
     "where a trace is, and what its guards look at": set(WAYS),
     "symbols for sizes and numbers that may vary": set(WAYS),
-    "which tensors are inside of a vmap, and whether this thread is": set(WAYS),
+    "which tensors are inside of a vmap": set(WAYS),
     "run a backward without its checks": {"split"},
     "functions that enter and leave an autocast, which an fx.Graph can call": {"graph_module"},
     "symbols as sizes of tensors without memory": {"code"},
