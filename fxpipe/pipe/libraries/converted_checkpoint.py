@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CheckpointError
 from fxpipe.pipe.saved.tensor_sources import Source, copy_from
 
-MODEL = "transformers.modeling_utils.PreTrainedModel"
+from .library_classes import PRETRAINED, is_of
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Conversion:
 
 def converted(source: Source, model: nn.Module, keys: Iterable[str]) -> Source:
     """The source by the `keys` of the model, if that is one of transformers; those that are in the file are kept."""
-    if MODEL not in {f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__}:
+    if not is_of(model, PRETRAINED):
         return source
     try:
         from transformers import conversion_mapping, core_model_loading

@@ -14,13 +14,14 @@ from types import MethodType
 from typing import Any
 
 from .generate import generate
+from .library_classes import ADAPTED, GENERATES, PRETRAINED, is_of
 from .save_pretrained import save_pretrained
 
 SAVES = ("save_pretrained", "from_pretrained")  # what the models of such a library have
 # The methods of models of libraries that a pipe has itself, each with the classes that they are of.
-METHODS: dict[str, tuple[Callable[..., Any], set[str]]] = {
-    "generate": (generate, {"transformers.generation.utils.GenerationMixin", "peft.peft_model.PeftModel"}),
-    "save_pretrained": (save_pretrained, {"transformers.modeling_utils.PreTrainedModel"}),
+METHODS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "generate": (generate, (GENERATES, ADAPTED)),
+    "save_pretrained": (save_pretrained, (PRETRAINED,)),
 }
 
 
@@ -29,8 +30,7 @@ def method_of(pipe: Any, name: str) -> Callable[..., Any] | None:
     if name not in METHODS:
         return None
     function, owners = METHODS[name]
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in type(pipe.model).__mro__}
-    return MethodType(function, pipe) if bases & owners else None
+    return MethodType(function, pipe) if is_of(pipe.model, *owners) else None
 
 
 def class_for_libraries(pipe: type, model: type) -> type:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
-MODELS = ("transformers.modeling_utils.PreTrainedModel", "peft.peft_model.PeftModel")
+from .library_classes import ADAPTED, PRETRAINED, is_of
+
 CACHE = "use_cache"
 
 log = logging.getLogger("fxpipe")
@@ -22,12 +24,19 @@ log = logging.getLogger("fxpipe")
 
 def without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a step that returns no outputs: `use_cache=False` too, unless the user has passed it."""
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__}
-    if CACHE in kwargs or bases.isdisjoint(MODELS):
+    if CACHE in kwargs or not is_of(model, PRETRAINED, ADAPTED):
         return dict(kwargs)
     asked: Any = getattr(model, "get_base_model", lambda: model)  # that of PEFT, whose forward hands on
-    names = list(inspect.signature(asked().forward).parameters)
+    forward = asked().forward
+    function = getattr(forward, "__func__", forward)
+    names = _arguments(function)[function is not forward :]
     if CACHE not in names or names.index(CACHE) < len(args):
         return dict(kwargs)
     log.debug("a step returns no cache: it passes use_cache=False")
     return {**kwargs, CACHE: False}
+
+
+@lru_cache(maxsize=64)
+def _arguments(forward: Callable[..., Any]) -> list[str]:
+    """The names of its arguments."""
+    return list(inspect.signature(forward).parameters)

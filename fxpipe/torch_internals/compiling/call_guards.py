@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fxpipe.torch_internals.capability import Capability
 
+from .compiled_code import stance
+
 GUARDS = Capability(
     what="checks of tensors and of torch's global state",
     names=(
@@ -43,6 +45,4 @@ def state_is_like_now() -> Callable[[], bool]:
 
 def compiles_as_usual() -> bool:
     """Whether torch.compile is neither switched off nor told to do something else."""
-    from torch._dynamo import eval_frame
-
-    return bool(eval_frame._stance.stance == "default")
+    return stance() == "default"

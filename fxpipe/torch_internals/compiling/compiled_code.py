@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -46,10 +47,8 @@ class CompiledCode:
 def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode | None:
     """What has been compiled for such a call. torch.compile finds it, too, but first sets all of its own state, and
     restores it afterwards, which takes as long as many small ops."""
-    from torch._C._dynamo import eval_frame
-
     named = dict(zip(function.__code__.co_varnames, given, strict=False))
-    entries: list[Any] = eval_frame._debug_get_cache_entry_list(function.__code__)
+    entries: list[Any] = frames()._debug_get_cache_entry_list(function.__code__)
     for entry in entries:
         if hold(entry.guard_manager, named):
             return CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
@@ -58,17 +57,14 @@ def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode
 
 def hold(guards: Any, named: dict[str, Any]) -> bool:
     """Whether guards hold for what the arguments are now; those that torch.compile has dropped never do."""
-    from torch._dynamo import guards as managers
-
-    return not isinstance(guards, managers.DeletedGuardManagerWrapper) and bool(guards.check(named))
+    gone = _dynamo()[1].DeletedGuardManagerWrapper
+    return not isinstance(guards, gone) and bool(guards.check(named))
 
 
 def forget_with(owner: object, function: Callable[..., Any]) -> None:
     """Forget what has been compiled of the function when `owner` goes: torch's table from compiled to original code
     keeps both alive, and with them all that they refer to."""
-    from torch._C._dynamo import eval_frame
-
-    weakref.finalize(owner, eval_frame.reset_code, function.__code__).atexit = False
+    weakref.finalize(owner, frames().reset_code, function.__code__).atexit = False
 
 
 def one_at_a_time() -> AbstractContextManager[Any]:
@@ -80,6 +76,27 @@ def one_at_a_time() -> AbstractContextManager[Any]:
 
 def is_switched_off() -> bool:
     """Whether torch.compile runs functions as they are."""
-    from torch._dynamo import eval_frame
+    return stance() == "force_eager"
 
-    return bool(eval_frame._stance.stance == "force_eager")
+
+def stance() -> str:
+    """What torch.compile is told to do, in torch's word."""
+    return str(_dynamo()[0]._stance.stance)
+
+
+# Imported once, as calls ask for them, and late, as it takes more than a second.
+
+
+@cache
+def frames() -> Any:
+    """The part of torch.compile that is in C++."""
+    from torch._C._dynamo import eval_frame
+
+    return eval_frame
+
+
+@cache
+def _dynamo() -> tuple[Any, Any]:
+    from torch._dynamo import eval_frame, guards
+
+    return eval_frame, guards

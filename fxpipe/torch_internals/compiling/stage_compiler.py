@@ -13,7 +13,7 @@ from torch import nn
 from fxpipe.errors import FxpipeError
 from fxpipe.torch_internals.capability import Capability
 
-from .compiled_code import SWITCHED_OFF, forget_with
+from .compiled_code import SWITCHED_OFF, forget_with, frames
 from .compiler import COMPILER, Around, compiled, settings
 
 WHOLE_BACKWARDS = Capability(
@@ -79,15 +79,9 @@ def copy_context(_: Any = None) -> None:
         torch._C._stash_obj_in_tls("context", torch._C._get_obj_in_tls("context").copy())
 
 
-def _frames() -> Any:
-    from torch._C._dynamo import eval_frame
-
-    return eval_frame
-
-
 # Lets something compile what runs in this thread from now on, None: nothing; returns what did. It is torch's function
 # itself, since one of ours would be compiled.
-set_compiler: Callable[[Any], Any] = _frames().set_eval_frame if OFF.there else lambda compiler: None
+set_compiler: Callable[[Any], Any] = frames().set_eval_frame if OFF.there else lambda compiler: None
 
 
 def calls_through(mark: Callable[[Any], Any]) -> Callable[[type[M]], type[M]]:
@@ -105,7 +99,7 @@ def left_alone(function: Any, because: str) -> Any:
     """The function, marked as one that torch.compile runs as it is."""
     if not OFF.there:
         return torch.compiler.disable(function, reason=because)  # type: ignore[no-untyped-call]
-    eval_frame = _frames()
+    eval_frame = frames()
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import _guards
@@ -84,12 +85,12 @@ def translator_in(error: BaseException) -> Any:
 
 @if_there(OP_RUNS)
 @contextmanager
-def op_runs(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """A context in which each run of an op of a trace is that of `around(run)`, with the arguments of `run`: the
-    tracer, the node, its arguments, and the module that is called."""
+def op_runs(around: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `around(run, ...)` is called for each run of an op of a trace, `run(...)`: its arguments are
+    the tracer, the node, the node's arguments, and the module that is called."""
     from torch._dynamo import utils
 
-    with patched(utils, run_node=around(utils.run_node)):
+    with patched(utils, run_node=partial(around, utils.run_node)):
         yield
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpipe.capture.tracing.layers.layer_values import Known
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
@@ -55,6 +55,12 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written |= dict.fromkeys(memory(writes))  # `x.data = y` gives x other memory
         return result
 
+    def of(self, run: Callable[[], Any]) -> tuple[Any, tuple[int, ...], bool]:
+        """What `run` returns, the memory that its ops write, and whether one of them is random."""
+        self.written, self.random = {}, False
+        value = run()
+        return value, tuple(self.written), self.random
+
 
 def as_fake(value: Any) -> Any:
     """What an op made under a fake mode. torch gives `torch.tensor([0.0], device="meta")` a real tensor there, which
@@ -81,3 +87,16 @@ def memory(value: Any) -> Iterator[int]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from memory(item)
+
+
+def tensors_in(nest: Any) -> Iterator[Any]:
+    """The tensors, or nodes of a trace, in arguments, in order."""
+    if isinstance(nest, (Tensor, fx.Node)):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for item in nest:
+            yield from tensors_in(item)
+    elif isinstance(nest, dict):
+        yield from tensors_in(tuple(nest.values()))
+    elif isinstance(nest, slice):
+        yield from tensors_in((nest.start, nest.stop, nest.step))

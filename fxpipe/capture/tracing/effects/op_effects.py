@@ -39,6 +39,9 @@ REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_
 ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
 
 
+Observed = tuple[Any, tuple[int, ...], bool]
+
+
 @dataclass(frozen=True)
 class Step:
     """What the run of one op of the traced graph showed."""
@@ -85,10 +88,10 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
             elif _name(node) not in ASSERTIONS and node not in dead:
                 inside = tuple(region for _, region in regions)
                 if node in in_layer:
-                    env[node], step = _layer_step(node, env, inside, *in_layer[node])
+                    env[node], written, random = _of_layer(env, *in_layer[node])
                 else:
-                    env[node], step = _step(node, env, inside, effects, taken)
-                found.append(step)
+                    env[node], written, random = _of_run(node, env, effects, taken)
+                found.append(Step(node, written, random or _drops(node), inside))
     return env, found
 
 
@@ -120,28 +123,23 @@ def _sized(value: Any) -> Any:
     return value
 
 
-def _layer_step(
-    node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], values: LayerValues, inner: fx.Node
-) -> tuple[Any, Step]:
-    """One op of a layer, as it was in the run of the layer's graph."""
+def _of_layer(env: dict[fx.Node, Any], values: LayerValues, inner: fx.Node) -> Observed:
+    """What an op of a layer makes, as in the run of the layer's graph; the memory that it writes; whether it is
+    random."""
     if not values.here:
         values.begin(env)
-    return values.value(inner), Step(node, values.written(inner), values.is_random(inner) or _drops(node), regions)
+    return values.value(inner), values.written(inner), inner in values.layer.run.random
 
 
-def _step(
-    node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], effects: Effects, taken: set[Ran]
-) -> tuple[Any, Step]:
-    """One op: what its run shows, Dynamo's if that is known and not `taken` yet."""
+def _of_run(node: fx.Node, env: dict[fx.Node, Any], effects: Effects, taken: set[Ran]) -> Observed:
+    """The same of another op: what its run shows, Dynamo's if that is known and not `taken` yet."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     ran = recorded(node, args, kwargs)
     if ran is not None and ran not in taken:
         taken.add(ran)
-        return ran.value, Step(node, ran.written, ran.random or _drops(node), regions)
-    effects.written, effects.random = {}, False
+        return ran.value, ran.written, ran.random
     _say_where(node)
-    value = _run(node, args, kwargs)
-    return value, Step(node, tuple(effects.written), effects.random or _drops(node), regions)
+    return effects.of(lambda: _run(node, args, kwargs))
 
 
 def _drops(node: fx.Node) -> bool:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor
 from fxpipe.torch_internals.tracing.trace_context import op_runs
 
-from .observed_writes import Effects, as_fake, memory
+from .observed_writes import Effects, as_fake, memory, tensors_in
 
 RAN = "fxpipe_ran"  # the place of a record in a node's `meta`
 SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
@@ -72,7 +71,7 @@ def recorded_runs() -> Iterator[None]:
             node.meta[RAN] = Ran(trace, _called(node, args, kwargs), value, written, effects.random)
         return value
 
-    with op_runs(lambda running: partial(run_node, running)):
+    with op_runs(run_node):
         yield
 
 
@@ -90,19 +89,6 @@ def depends_on_arguments(node: fx.Node) -> bool:
         return True
     name = getattr(node.target, "__name__", "")
     return any(getattr(home, name, None) is node.target for home in HOMES)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nest."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, slice):
-        yield from tensors_in((value.start, value.stop, value.step))
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -197,17 +197,6 @@ def filled(made_of: Pattern, items: Sequence[Any]) -> Any:
     return None if made_of is None else items[made_of]
 
 
-def tensors_of(nest: Any) -> Iterator[Any]:
-    """The tensors, or nodes, in arguments, in order."""
-    if isinstance(nest, (Tensor, fx.Node)):
-        yield nest
-    elif isinstance(nest, (tuple, list)):
-        for item in nest:
-            yield from tensors_of(item)
-    elif isinstance(nest, dict):
-        yield from tensors_of(tuple(nest.values()))
-
-
 def hollow_like(fake: Any, marked: bool = False) -> Tensor:
     """A tensor without memory like a fake one; `marked`: its sizes that vary may do so in a trace. Raises NoLeaf."""
     if type(fake) is not FakeTensor or fake.layout != torch.strided or fake.is_conj() or fake.is_neg():

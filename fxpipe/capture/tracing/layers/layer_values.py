@@ -101,10 +101,6 @@ class LayerValues:
         """The memory that it writes here, of what has a node."""
         return tuple(self.memories[key] for key in self.layer.run.written[node] if key in self.memories)
 
-    def is_random(self, node: fx.Node) -> bool:
-        """Whether it draws random numbers."""
-        return node in self.layer.run.random
-
     def _of(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             items = [self._of(item) for item in value]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from fxpipe.capture.tracing.effects.observed_writes import tensors_in
 from fxpipe.capture.twins.twin import GLOBAL_HOOKS, Twins
 from fxpipe.torch_internals.op_modes import without_modes
 from fxpipe.torch_internals.tracing.context_variables import Contexts
@@ -29,7 +30,7 @@ from fxpipe.torch_internals.tracing.python_effects import PythonEffects, changed
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode, own_kernels
 from fxpipe.torch_internals.tracing.trace_context import translator
 
-from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like, tensors_of
+from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like
 from .layer_values import LayerRun
 from .place_layers import Placed, place_layers
 from .repeated import repeated
@@ -205,7 +206,7 @@ class Layers:
             self.off = True
             raise NoLeaf("the model sets a mode of torch's around it")
         changes, variables = changed(tx.output.side_effects), outer.contexts.set_in(tx.output)
-        fakes: list[Any] = list({id(fake): fake for fake in tensors_of((args, kwargs))}.values())
+        fakes: list[Any] = list({id(fake): fake for fake in tensors_in((args, kwargs))}.values())
         if not fakes:
             raise NoLeaf("it is given no tensor")
         with self._alone(outer), without_modes(), own_kernels():

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpipe.capture.tracing.effects.observed_writes import tensors_in
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
-from .layer_trace import LayerCall, filled, tensors_of
+from .layer_trace import LayerCall, filled
 from .layer_values import LayerRun, PlacedLayer
 
 Flat = tuple[Any, ...]
@@ -171,7 +172,7 @@ class _Placing:
     def _layer(self, mark: fx.Node, call: LayerCall, run: LayerRun, made: list[Tensor]) -> None:
         """The nodes of a layer."""
         trace, values = call.trace, run.values
-        given = dict.fromkeys(tensors_of(mark.args))
+        given = dict.fromkeys(tensors_in(mark.args))
         nodes = [self._node(node) for node in given]
         position = {id(tensor): place for place, tensor in enumerate(call.given)}
         here: dict[fx.Node, Any] = {}
@@ -253,8 +254,8 @@ class _Placing:
 
 
 def _call_of(node: fx.Node, calls: Calls) -> Call:
-    given = {id(argument.meta["example_value"]) for argument in tensors_of(node.args)}
-    found = (id(made) for made in tensors_of(node.meta["example_value"]))
+    given = {id(argument.meta["example_value"]) for argument in tensors_in(node.args)}
+    found = (id(made) for made in tensors_in(node.meta["example_value"]))
     return calls[next(key for key in found if key in calls and key not in given)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,10 +38,8 @@ def run_layer(call: LayerCall, fakes: Sequence[Tensor]) -> LayerRun:
     with torch.set_grad_enabled(torch.is_grad_enabled()), Effects() as effects:
         for node in trace.module.graph.nodes:
             if node.op in ("call_function", "call_method"):
-                effects.written, effects.random = {}, False
-                env[node] = _run(node, env)
-                written[node] = tuple(effects.written)
-                random |= {node} if effects.random else set()
+                env[node], written[node], drew = effects.of(partial(_run, node, env))
+                random |= {node} if drew else set()
     given = set(memory(fakes))
     if not given.isdisjoint(chain.from_iterable(written.values())):
         raise NoLeaf("it writes into what it is given")
