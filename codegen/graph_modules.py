@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,11 +23,31 @@ from torch import Tensor, fx, nn
 import fxpipe.runtime
 from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.ir.attribute_paths import attribute_path
+from fxpipe.ir.graph.evaluate_graph import cudnn_flags
 from fxpipe.ir.graph.graph import Graph, Op, Ref, Region, State, Struct, map_leaves
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall
 from fxpipe.torch_internals.grad_mode import autocast_calls, gradient_setter
+
+
+def enter_cudnn_flags(*flags: bool) -> AbstractContextManager[Any]:
+    """Set switches of cuDNN; returns what resets them."""
+    context = cudnn_flags(*flags)
+    context.__enter__()
+    return context
+
+
+def reset_cudnn_flags(entered: AbstractContextManager[Any]) -> None:
+    """Let cuDNN have the switches from before."""
+    entered.__exit__(None, None, None)
+
+
+def _leave(region: Region) -> Any:
+    """The function that leaves a region, given what the one that entered it has returned."""
+    if region.kind == "cudnn":
+        return reset_cudnn_flags
+    return gradient_setter() if region.kind == "grad" else autocast_calls()[1]
 
 
 class Whole(nn.Module):
@@ -137,10 +158,11 @@ class _Maker:
             same += 1
         while len(opened) > same:
             region, entered = opened.pop()
-            leave = gradient_setter() if region.kind == "grad" else autocast_calls()[1]
-            self.graph.call_function(leave, (entered,))
+            self.graph.call_function(_leave(region), (entered,))
         for region in wanted[same:]:
-            if region.kind == "grad":
+            if region.kind == "cudnn":
+                entered = self.graph.call_function(enter_cudnn_flags, region.args)
+            elif region.kind == "grad":
                 entered = self.graph.call_function(torch.is_grad_enabled)
                 self.graph.call_function(gradient_setter(), region.args)
             else:

@@ -241,4 +241,8 @@ def _context(region: Region, op: Op) -> Doc:
         options = {"dtype": dtype, "enabled": None if enabled else False, "cache_enabled": cache}
         given = (prefix(f"{key}=", literal(value)) for key, value in options.items() if value is not None)
         return Brackets("torch.autocast(", (literal(device), *given), ")")
+    if region.kind == "cudnn":
+        names = ("enabled", "benchmark", "deterministic", "allow_tf32")
+        flags = (prefix(f"{name}=", literal(value)) for name, value in zip(names, region.args, strict=True))
+        return Brackets("torch.backends.cudnn.flags(", tuple(flags), ")")
     raise EmitError(f"no context is known for the region {region} of the op {op.name!r}, at {op.origin}")

@@ -295,6 +295,20 @@ def with_reals(call: Call, reals: Iterable[Tensor], rest: tuple[Any, ...]) -> Ca
     return call._replace(leaves=leaves, rest=rest)
 
 
+def paths_of(call: Call) -> dict[int, list[str]]:
+    """All paths of each stand-in, by its `id`."""
+    paths: dict[int, list[str]] = {}
+
+    def note(path: str, tensor: Tensor) -> Tensor:
+        paths.setdefault(id(tensor), []).append(path)
+        return tensor
+
+    values = (*call.args, *call.kwargs.values(), *call.target.values())
+    for name, value in zip((*call.names, *call.target), values, strict=True):
+        change(value, note, name)
+    return paths
+
+
 def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
     """The dimension along which an argument is cut, at least 0; None if it is not. Raises InputError if the argument
     does not have the dimension."""

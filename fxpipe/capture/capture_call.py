@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.capture.batch.baked_batch_size import merge
 from fxpipe.capture.batch.batch_size_checks import conditions
@@ -41,7 +41,7 @@ from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
-from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, dynamo
+from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
 from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
 from fxpipe.capture.tracing.layers.place_layers import Stale
@@ -53,9 +53,9 @@ from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
-from fxpipe.ir.graph.graph import Graph, Mixed
+from fxpipe.ir.graph.graph import Graph, Mixed, called
 
-from .call_arguments import Arguments, Assumed, BatchDim, RequestedCall, with_numbers
+from .call_arguments import Arguments, Assumed, BatchDim, Call, Leaf, RequestedCall, with_numbers
 from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import (
     NoOps,
@@ -65,6 +65,7 @@ from .capture_errors import (
     no_ops,
     no_two_alike,
     refusals,
+    values_of_other_samples,
     without_frames,
     written_by_dynamo,
 )
@@ -113,11 +114,9 @@ class CallCapture:
         self.pieces = Pieces()
         self.layers = Layers()
         self._another_way = partial(another_way, self.pieces, function)
-        # Weak references, because torch keeps every backend alive, and with it would keep the model.
-        capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
-        layers = weakref.ref(self.layers)
-        begin = partial(dynamo, function, lambda traced: capture()(traced), lambda: starts()(), layers)  # type: ignore
-        self._routes = Routes(begin, self.layers)
+        self.ways = Ways()
+        # Weak, because torch keeps every backend alive, and with it would keep the model.
+        self._routes = Routes(partial(dynamo, function, weakref.ref(self)), self.layers)
         self.anew()
         self._now: Now | None = None
         self._work, self._working, self._works = work, ExitStack(), False
@@ -128,6 +127,7 @@ class CallCapture:
     def anew(self) -> None:
         """Forget what was captured."""
         self._traces = 0
+        self.ways.used = frozenset()
         self.layers.forget()
         self._routes.anew()
         self._unguarded = self.twins.unguarded
@@ -175,8 +175,11 @@ class CallCapture:
             refused = without_frames(error)
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
-        call = self.arguments.call(request, self.assumed, self.twins.device)
-        raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
+        raise self._diagnosed(refused, self.arguments.call(request, self.assumed, self.twins.device), request)
+
+    def _diagnosed(self, refused: CaptureError, call: Call, request: RequestedCall) -> Exception:
+        """The exception to raise for a refused call: the model's own, if it raises one."""
+        return diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _attempted(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route, with fewer assumptions if it is refused. Raises what it raised for any number of
@@ -211,7 +214,7 @@ class CallCapture:
         rows = self.assumed._replace(any_rows=False) if self.arguments.uncut and self.assumed.any_rows else None
         return with_numbers(self.assumed, self.arguments.call(request, self.assumed, self.twins.device)) or rows
 
-    def _starts(self) -> None:
+    def starts(self) -> None:
         """Called when the route begins to trace a new kind of call."""
         assert self._now is not None
         self._traces += 1
@@ -219,6 +222,8 @@ class CallCapture:
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
             why = why_new(signature, self._signatures, "step" if self.loss else "call")
+            if self.ways.other_values:
+                why = "forward reads another value of its inputs"
             self._working.enter_context(self._work(f"capturing {name}: {why}"))
             self._works = True
             self._signatures.append(signature)
@@ -238,6 +243,10 @@ class CallCapture:
             raise
         except CaptureError:
             draft = now.kind.drafted if with_numbers(self.assumed, now.call) is None else None
+            if draft is not None and any(called(op) == "item" for op in draft.graph.ops) and self.ways.may("values"):
+                self.anew()
+                self.ways.used |= {"values"}
+                return self._completed(request, run)
             refused = None if draft is None else sized_by_data(draft.graph, self.twins)
             if refused is None or self._another_way(now, [refused]) is None:
                 raise
@@ -255,6 +264,8 @@ class CallCapture:
             kind.check(now.call, self.sizes, self._told)
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
+                if kind.traced.read is not None and kind.traced.read.values and now.call.rows != now.call.batch:
+                    raise values_of_other_samples(drafted.baked)
                 rows = now.call.rows, now.call.rows + 1
                 other, result_of_other = self._pass(request, None, rows[1])
                 assert other.kind is not None
@@ -275,7 +286,7 @@ class CallCapture:
         if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self.anew()
-        if self._traces >= MOST_TRACES:  # torch.compile would refuse another one
+        if self._traces >= MOST_TRACES or self.ways.give_up_values():  # torch.compile would refuse another one
             self.anew()
         self.layers.renew(self.twins)
         # On the model's device, so that the caller may have the batch on any device.
@@ -284,7 +295,7 @@ class CallCapture:
         count = len(request.rest)
         now = Now(call, request, self.twins, run, beside[:count], beside[count:])
         self._now, before = now, self._now
-        done = False
+        self.ways.other_values = done = False
         try:
             result = self._routed(now)
             if now.kind is not None and now.snapshot is not None:
@@ -323,6 +334,8 @@ class CallCapture:
             except Refused as refused:
                 tried.append(refused.spelled(partial(size_of, now.call)))
                 tried[-1].route = how
+                if refused.steered and self._diagnosed(tried[-1], now.call, now.request) is not tried[-1]:
+                    break
             except Exception as error:
                 if isinstance(error, FxpipeError) or now.running:  # ours; or what the pipeline raised
                     raise
@@ -335,9 +348,13 @@ class CallCapture:
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 
-    def _capture(self, traced: Traced) -> Callable[..., Any]:
+    def input_of(self, stand_in: Tensor) -> Leaf | None:
+        """The user's tensor in the current call."""
+        return None if self._now is None else self._now.call.leaves.get(id(stand_in))
+
+    def captured(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        kind, placed = Kind(traced), traced.placed
+        kind, placed, read = Kind(traced), traced.placed, traced.read
         assert placed is not None
         call_capture = weakref.ref(self)
 
@@ -347,6 +364,9 @@ class CallCapture:
             now = self._now
             assert now is not None
             now.kind, now.flat = kind, (flat := placed.flat(flat))
+            if read is not None and not read.same(now.call):
+                self.ways.other_values = True
+                raise Stale
             if kind.finished is None or now.run is None:
                 return self._dry(kind, now, flat)
             kind.check(now.call, self.sizes, self._told)

@@ -109,9 +109,11 @@ class Refused(CaptureError):
     - `modules`: the ids of the modules whose forward has the line, outermost first; None if no line is the cause.
     - `sizes`: the sources of the symbols in the reason.
     - `route`: the way that was tried, in words.
+    - `steered`: whether values of inputs led there.
     """
 
     route = ""
+    steered = False
 
     def __init__(
         self,
@@ -130,8 +132,9 @@ class Refused(CaptureError):
         def word(found: re.Match[str]) -> str:
             return spell(self.sizes[found[1]]) if found[1] in self.sizes else UNKNOWN
 
-        reason = re.sub(SYMBOL, word, self.reason)
-        return Refused(self.where, reason, self.advice, self.modules)
+        made = Refused(self.where, re.sub(SYMBOL, word, self.reason), self.advice, self.modules)
+        made.steered = self.steered
+        return made
 
     @property
     def is_placed(self) -> bool:
@@ -169,6 +172,14 @@ def no_two_alike(model: nn.Module) -> CaptureError:
 def no_ops(model: nn.Module) -> NoOps:
     """What is raised for a call in which the model has no ops."""
     return NoOps(f"{type(model).__name__} has no ops: there is nothing to run on devices; call it itself")
+
+
+def values_of_other_samples(path: str) -> CaptureError:
+    """The error for values of the whole batch in a graph for the samples of a micro-batch."""
+    return CaptureError(
+        f"forward reads values of its inputs, and does another number of things for each batch size of {path}; read "
+        "the values before the call, and pass them to the model, or write chunks=1"
+    )
 
 
 class OutsideOfModules(CaptureError):
@@ -243,8 +254,8 @@ def refusal(
 
 def refusals(tried: Sequence[Refused]) -> CaptureError:
     """The error for a call that no route has captured: the first refusal, then a table of all."""
-    if len(tried) == 1:
-        return tried[0]
+    if len(tried) == 1 or tried[-1].steered:
+        return tried[-1]
     rows = [(one.route, str(one.where or ""), one.reason, one.advice) for one in tried]
     table = tabulate(
         rows,

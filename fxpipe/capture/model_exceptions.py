@@ -80,7 +80,12 @@ def diagnosed(refused: CaptureError, model: nn.Module, call: Call, attempt: Atte
     error = error_for(few)
     if error is None:
         other = error_for(few + 1) if batch and "it raises" in str(refused) else None
-        return refused if other is None else _no_batch(model, call, few, few + 1, other)
+        if other is not None:
+            return _no_batch(model, call, few, few + 1, other)
+        error = error_for(batch) if few < batch and getattr(refused, "steered", False) else None
+        if error is None:
+            return refused
+        few = batch  # a value in another sample is the reason
     if few < batch:
         whole = error_for(batch)
         if whole is None:

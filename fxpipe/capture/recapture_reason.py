@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .call_arguments import Call
-from .nested_values import change
+from .call_arguments import Call, paths_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class CallSignature:
 
 def signature_of(call: Call, training: bool) -> CallSignature:
     """The signature of a call."""
-    paths = _paths(call)
+    paths = paths_of(call)
     tensors = tuple(
         (path, _shown(leaf.real, leaf.batch_dim)) for key, leaf in call.leaves.items() for path in paths[key]
     )
@@ -35,20 +34,6 @@ def signature_of(call: Call, training: bool) -> CallSignature:
     cast = {kind: _name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)}
     same = tuple(tuple(several) for several in paths.values() if len(several) > 1)
     return CallSignature(training, tensors, tuple(cast.items()), same, torch.is_grad_enabled())
-
-
-def _paths(call: Call) -> dict[int, list[str]]:
-    """All paths of each stand-in, by its `id`."""
-    paths: dict[int, list[str]] = {}
-
-    def note(path: str, tensor: Tensor) -> Tensor:
-        paths.setdefault(id(tensor), []).append(path)
-        return tensor
-
-    values = (*call.args, *call.kwargs.values(), *call.target.values())
-    for name, value in zip((*call.names, *call.target), values, strict=True):
-        change(value, note, name)
-    return paths
 
 
 def _name(dtype: torch.dtype) -> str:

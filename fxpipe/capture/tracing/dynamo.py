@@ -1,8 +1,8 @@
 """The Dynamo route: torch.compile traces the model's bytecode; fxpipe takes the graph and runs it.
 
-A route takes the function to be captured, and `capture(traced) -> callable`; it returns a function to call in place of
-the captured one. For each new kind of call it passes the traced graph to `capture`. Whenever its guards recognise a
-call of that kind, it calls the returned callable with the graph's flat arguments.
+A route takes the function to be captured, and who captures; it returns a function to call in place of the captured one.
+For each new kind of call it passes the traced graph to `captured`. Whenever its guards recognise a call of that kind,
+it calls what that returned with the graph's flat arguments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from fxpipe.capture.call_arguments import Leaf
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import left_to_right
-from fxpipe.ir.graph.ops import ARITHMETIC
 from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.torch_internals.compiling.compiled_code import (
     COMPILED_CODE,
@@ -38,10 +38,11 @@ from fxpipe.torch_internals.compiling.compiler import COMPILER, compiled, is_ref
 from fxpipe.torch_internals.compiling.dynamic_sizes import DYNAMIC_SIZES, one_symbol_a_size, size_of_tensor
 from fxpipe.torch_internals.compiling.vmap_levels import VMAP_LEVELS
 from fxpipe.torch_internals.tracing.composite_ops import composed_in_python, one_step
-from fxpipe.torch_internals.tracing.constant_tensors import folding_constants
 from fxpipe.torch_internals.tracing.context_variables import Contexts, context_variables
+from fxpipe.torch_internals.tracing.cudnn_flags import cudnn_flags
 from fxpipe.torch_internals.tracing.gradient_flags import gradients_that_nobody_gets
 from fxpipe.torch_internals.tracing.is_compiling import not_compiling
+from fxpipe.torch_internals.tracing.known_values import known_values
 from fxpipe.torch_internals.tracing.numpy_folding import folding
 from fxpipe.torch_internals.tracing.patched import quiet
 from fxpipe.torch_internals.tracing.python_effects import PythonEffects, python_effects
@@ -50,11 +51,14 @@ from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, Fa
 from fxpipe.torch_internals.tracing.trace_context import TRACE_CONTEXT, guarded, translator_in, untimed_guards
 
 from .effects.recorded_runs import recorded_runs
+from .input_values import ReadValues, ValuesRead
 from .layers.leaves import Layers, Outer, modes
 from .layers.place_layers import Placed
 from .rewriting.inline_checkpoints import inline_checkpoints
 
 MOST_TRACES = 64  # of one function
+MOST_WITH_VALUES = 16
+log = logging.getLogger("fxpipe")
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
     "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
@@ -77,6 +81,7 @@ WAYS = {
         "returning intermediate with requires_grad_()",  # in its place from torch 2.14 on
     ),
     "plain": ("Observed exception",),
+    "values": ("ata-dependent", "Tensor.item()", "tolist()"),
 }
 # Methods of loggers that are left out of the trace, as warnings.warn is; libraries add methods to the class.
 LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once", "warning_advice")
@@ -92,6 +97,7 @@ class Traced:
     - `folded`: whether numpy has made floats of plain numbers.
     - `guarded`: returns the objects that Dynamo guards; can be called once.
     - `placed`: the graph as it was traced, with its layers.
+    - `read`: the values of inputs that forward has read.
     """
 
     module: fx.GraphModule
@@ -101,20 +107,39 @@ class Traced:
     folded: bool = False
     guarded: Callable[[], list[Any]] = list
     placed: Placed | None = None
+    read: ValuesRead | None = None
 
 
-Capture = Callable[[Traced], Callable[..., Any]]
+class Captures(Protocol):
+    """Who asks for traces.
+
+    - `layers`: they are traced alone.
+    - `ways`: how to trace.
+    """
+
+    layers: Layers
+    ways: Ways
+
+    def starts(self) -> None:
+        """Called before a new kind of call is traced."""
+
+    def input_of(self, stand_in: Tensor) -> Leaf | None:
+        """The input that a hollow argument stands for."""
+
+    def captured(self, traced: Traced) -> Callable[..., Any]:
+        """The function that is called for a kind of call that has been traced."""
+
+
 numbers = itertools.count()
 
 
-def dynamo(
-    function: Callable[..., Any],
-    capture: Capture,
-    starts: Callable[[], None],
-    layers: weakref.ref[Layers],
-) -> Callable[..., Any]:
-    """The function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; `layers` are traced alone."""
+def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callable[..., Any]:
+    """The function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`."""
+
+    def own() -> Captures:
+        found = owner()
+        assert found is not None
+        return found
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         inline_checkpoints(module)
@@ -122,16 +147,17 @@ def dynamo(
         # Not the tracing context's mode, which is another one while the backend runs.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-        leaves = layers()
-        assert leaves is not None
-        placed = leaves.placed(module, mode)
+        placed = own().layers.placed(module, mode)
         names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
-        return capture(Traced(placed.module, mode, names, boxed, bool(configured.floats), guarded(), placed))
+        folded, read = bool(configured.floats), configured.values.of_inputs
+        configured.values = ReadValues(_no_input)  # without what it has seen of the trace
+        own().ways.traces_with_values += bool(read.values)
+        return own().captured(Traced(placed.module, mode, names, boxed, folded, guarded(), placed, read))
 
     for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
         capability.need("capturing a model")
-    configured = _Configured(starts, layers)
+    configured = _Configured(own)
     fresh = _fresh(function)
     run = compiled(fresh, backend, configured.compiling)
     if run is None:
@@ -149,14 +175,15 @@ def dynamo(
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not is_refusal(error) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
-                if (leaves := layers()) is not None and leaves.leave_out(configured.modules, str(error)):
+                layers, ways = own().layers, own().ways
+                if layers.leave_out(configured.modules, str(error)):
                     continue
-                if refused is None or configured.further(str(error)):
+                if refused is None or ways.further(str(error)):
                     refused = refusal(error, configured.modules, sizes=configured.sizes)
-                if not configured.another(str(error)):
+                    refused.steered = bool(configured.values.of_inputs.values)
+                if not ways.another(str(error)):
                     raise refused from None
-                if leaves is not None:
-                    leaves.forget()
+                layers.forget()
 
     forget_with(call, fresh)
     return call
@@ -181,68 +208,102 @@ def _fresh(function: Callable[..., Any]) -> FunctionType:
     return FunctionType(code.replace(co_name=name), own, name)
 
 
+class Ways:
+    """Other ways of tracing that are in use, for all traces of a model's calls.
+
+    - "deep": also trace functions that Dynamo skips as Python's or torch's own; forward may set `requires_grad` of a
+      tensor that it made.
+    - "plain": `is_compiling()` is false, because some models leave out too much when it is true.
+    - "values": what Python reads of inputs is known.
+
+    Those that are `barred` are not used any more. `traces_with_values`: how many traces have read values of inputs;
+    `other_values`: whether the current call has others than one of them.
+    """
+
+    def __init__(self) -> None:
+        self.used: frozenset[str] = frozenset()
+        self.barred: frozenset[str] = frozenset()
+        self.traces_with_values, self.other_values = 0, False
+
+    def another(self, refusal: str) -> bool:
+        """Whether another way of tracing may avoid this refusal. If not, the next call begins with the first way."""
+        news = {way for way, signs in WAYS.items() if self.may(way) and any(sign in refusal for sign in signs)}
+        self.used = self.used | news if news else frozenset()
+        return bool(news)
+
+    def may(self, way: str) -> bool:
+        """Whether the way is neither in use nor barred."""
+        return way not in self.used | self.barred
+
+    def give_up_values(self) -> bool:
+        """Bar the reading of values if they are others in most batches. Returns whether that is new."""
+        if self.traces_with_values <= MOST_WITH_VALUES or "values" in self.barred:
+            return False
+        log.info("what reads values of inputs is kept whole from now on, as they are others in most batches")
+        self.barred |= {"values"}
+        return True
+
+    def further(self, refusal: str) -> bool:
+        """Whether this trace got further than the refused one before: the model only raised because `is_compiling()`
+        was true, or stopped where a value of an input was read."""
+        return any(way in self.used and not any(sign in refusal for sign in WAYS[way]) for way in ("plain", "values"))
+
+
 class _Configured:
     """How Dynamo compiles: under our settings.
 
     - `modules`: the ids of the modules in which it stopped, outermost first; `sizes`: the sources of its symbols.
-    - `floats`: the floats that numpy made of plain numbers; `effects`: what the trace does besides the ops.
-    - `ways`: other ways of tracing that are in use. "deep": also trace functions that Dynamo skips as Python's or
-      torch's own; forward may set `requires_grad` of a tensor that it made. "plain": `is_compiling()` is false, because
-      some models leave out too much when it is true.
+    - `floats`: the floats that numpy made of plain numbers; `effects`: what the trace does besides the ops; `values`:
+      the values of inputs that it has read.
     """
 
-    def __init__(self, starts: Callable[[], None], layers: weakref.ref[Layers]) -> None:
-        self.starts, self.layers = starts, layers
-        self.ways: set[str] = set()
+    def __init__(self, owner: Callable[[], Captures]) -> None:
+        self.owner = owner
         self.modules: tuple[int, ...] | None = None
         self.sizes: Sizes = {}
         self.floats: list[float] = []
         self.effects: list[PythonEffects] = []
+        self.values = ReadValues(_no_input)
 
-    def another(self, refusal: str) -> bool:
-        """Whether another way of tracing may avoid this refusal. If not, the next call begins with the first way."""
-        news = [way for way, signs in WAYS.items() if way not in self.ways and any(sign in refusal for sign in signs)]
-        self.ways = self.ways | set(news) if news else set()
-        return bool(news)
-
-    def further(self, refusal: str) -> bool:
-        """Whether this trace got further than the refused one before: the model only raised because `is_compiling()`
-        was true."""
-        return "plain" in self.ways and not any(sign in refusal for sign in WAYS["plain"])
+    def _input_of(self, stand_in: Tensor) -> Leaf | None:
+        return self.owner().input_of(stand_in)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """A context in which a new kind of call is traced. Raises Refused."""
-        self.starts()
+        owner = self.owner()
+        owner.starts()
+        ways = owner.ways.used
         # Settings are those of the whole process, so no other thread may compile meanwhile, ours or not.
         with one_at_a_time(), ExitStack() as contexts:
             methods = (getattr(logging.Logger, name, None) for name in LOGGING)
             known = SETTINGS | {"ignore_logging_functions": {*filter(None, methods), warnings.warn}}
-            if "deep" in self.ways:
+            if "deep" in ways:
                 known["dont_skip_tracing"] = True
             self.floats, self.effects, variables = [], [], Contexts()
+            self.values = ReadValues(self._input_of if "values" in ways else _no_input)
             for context in (
                 settings(known),
-                *([gradients_that_nobody_gets()] if "deep" in self.ways else []),
-                *([not_compiling()] if "plain" in self.ways else []),
+                *([gradients_that_nobody_gets()] if "deep" in ways else []),
+                *([not_compiling()] if "plain" in ways else []),
                 # Otherwise a dimension that happens to equal the batch size would get the same symbol.
                 one_symbol_a_size(),
                 left_to_right(),
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),
-                folding_constants(ARITHMETIC),
+                known_values(self.values.value),
                 saved_variables(),
                 context_variables(variables),
+                cudnn_flags(),
                 recorded_runs(),
                 python_effects(self.effects),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better
                 untimed_guards(),
             ):
                 contexts.enter_context(context)
-            if (leaves := self.layers()) is not None:
-                outer = Outer(variables, self.floats, self.effects, modes())
-                contexts.enter_context(leaves.tracing(outer))
+            outer = Outer(variables, self.floats, self.effects, modes())
+            contexts.enter_context(owner.layers.tracing(outer))
             try:
                 yield
             except Exception as error:  # some are Python's own, of checks inside of Dynamo
@@ -250,6 +311,10 @@ class _Configured:
                 raise
             if variables.left:
                 raise Refused(None, f"forward sets the context variable {variables.left[0]!r}", "reset it in the end")
+
+
+def _no_input(stand_in: Tensor) -> None:
+    """Values of inputs are not known."""
 
 
 def _stopped(error: BaseException) -> tuple[tuple[int, ...] | None, Sizes]:

@@ -10,7 +10,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
-from fxpipe.capture.call_arguments import Call
+from fxpipe.capture.call_arguments import Call, paths_of
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Input, Op, Size, State
@@ -105,6 +105,9 @@ def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) 
     """The name of a size of an argument. The graph may read the size without reading the tensor; and the size may have
     become a plain number since (`build.baked`), without a symbol."""
     item = next((item for item in build.inputs if item.path == path), None)
+    if item is None:  # another argument that is the same tensor, which the trace has met first
+        others = next((paths for paths in paths_of(build.call).values() if path in paths), [])
+        item = next((item for item in build.inputs if item.path in others), None)
     if item is None:
         raise CaptureError(
             f"{path} has another size in dimension {dim} than in an earlier call, and only arguments may vary in size; "

@@ -78,8 +78,17 @@ def enter(region: Region) -> AbstractContextManager[Any]:
     """The context that a region stands for."""
     if region.kind == "grad":
         return torch.set_grad_enabled(region.args[0])
+    if region.kind == "cudnn":
+        return cudnn_flags(*region.args)
     device, dtype, enabled, cache = region.args
     return torch.autocast(device, dtype, enabled, cache)
+
+
+def cudnn_flags(enabled: bool, benchmark: bool, deterministic: bool, allow_tf32: bool) -> AbstractContextManager[Any]:
+    """A context in which cuDNN has these switches."""
+    given = {"enabled": enabled, "benchmark": benchmark, "deterministic": deterministic, "allow_tf32": allow_tf32}
+    found: AbstractContextManager[Any] = torch.backends.cudnn.flags(**given)
+    return found
 
 
 @contextmanager

@@ -60,8 +60,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Region:
-    """A context that an op runs in. `kind` is "grad" (arguments: enabled) or "autocast" (device type, dtype or None,
-    enabled, cache or None)."""
+    """A context that an op runs in. `kind` is "grad" (arguments: enabled), "autocast" (device type, dtype or None,
+    enabled, cache or None) or "cudnn" (enabled, benchmark, deterministic, allow_tf32)."""
 
     kind: str
     args: tuple[Any, ...]

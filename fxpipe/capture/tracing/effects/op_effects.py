@@ -36,6 +36,7 @@ SET_DATA = {torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", Non
 set_grad = gradient_setter()
 ENTER_GRAD = {set_grad}
 REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
+REGION_NAMES |= {"enter_cudnn_flags", "exit_cudnn_flags"}
 ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
 
 
@@ -212,6 +213,10 @@ def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | N
         enabled = not node.args[0] and torch.is_grad_enabled()
         open.append((node, Region("grad", (enabled,))))
         set_grad(enabled)
+    elif name == "enter_cudnn_flags":
+        open.append((node, Region("cudnn", node.args)))
+    elif name == "exit_cudnn_flags":
+        open.remove([each for each in open if each[1].kind == "cudnn"][-1])
     else:
         open[:] = [(key, region) for key, region in open if key is not node.args[0]]
         set_grad(env[node.args[0]])  # type: ignore[index]

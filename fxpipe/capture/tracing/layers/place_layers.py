@@ -26,7 +26,7 @@ Calls = Mapping[int, Call]
 
 
 class Stale(Exception):
-    """A layer has changed in what a trace takes for granted."""
+    """A layer has changed in what a trace takes for granted, or a value of an input is another one."""
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ class Capture(CallCapture):
 
     last: Any = None
 
-    def _capture(self, traced: Any) -> Any:
+    def captured(self, traced: Any) -> Any:
         self.last = traced
-        return super()._capture(traced)
+        return super().captured(traced)
 
 
 class Counted:
