@@ -264,7 +264,7 @@ class CallCapture:
             kind.check(now.call, self.sizes, self._told)
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
-                if kind.traced.read is not None and kind.traced.read.values and now.call.rows != now.call.batch:
+                if kind.traced.read is not None and now.call.rows != now.call.batch:
                     raise values_of_other_samples(drafted.baked)
                 rows = now.call.rows, now.call.rows + 1
                 other, result_of_other = self._pass(request, None, rows[1])

@@ -152,7 +152,7 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         folded, read = bool(configured.floats), configured.values.of_inputs
         configured.values = ReadValues(_no_input)  # without what it has seen of the trace
-        own().ways.traces_with_values += bool(read.values)
+        own().ways.traces_with_values += read is not None
         return own().captured(Traced(placed.module, mode, names, boxed, folded, guarded(), placed, read))
 
     for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
@@ -180,7 +180,7 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
                     continue
                 if refused is None or ways.further(str(error)):
                     refused = refusal(error, configured.modules, sizes=configured.sizes)
-                    refused.steered = bool(configured.values.of_inputs.values)
+                    refused.steered = configured.values.of_inputs is not None
                 if not ways.another(str(error)):
                     raise refused from None
                 layers.forget()

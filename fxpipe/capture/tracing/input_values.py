@@ -39,9 +39,7 @@ class ValuesRead:
 
     def same(self, call: Call) -> bool:
         """Whether the values are those of this call."""
-        if not self.values:
-            return True
-        reals = {leaf.path: leaf.real for leaf in call.leaves.values()}
+        reals = {leaf.path: leaf.real for leaf in call.leaves.values() if not leaf.real.is_meta}
         if not reals.keys() >= set(self.paths):
             return False
         with torch.no_grad():
@@ -62,8 +60,10 @@ class ReadValues:
         self._read: dict[fx.Node, Tensor] = {}
 
     @property
-    def of_inputs(self) -> ValuesRead:
-        """What has been read until now."""
+    def of_inputs(self) -> ValuesRead | None:
+        """What has been read of inputs until now."""
+        if not self._read:
+            return None
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self._graph, copies)
