@@ -189,6 +189,8 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
         found += rows_of("parts", (tuple_of((string(s.held), string(s.path), literal(s.part))) for s in parts))
     if not _unsure(program).isdisjoint(op.name for op in stage.ops):
         found.append(Assign(("unsure",), "True", "whether what it gives needs a gradient is known once it has run"))
+    if any(isinstance(op.target, Opaque) and op.target.derives for op in stage.ops):
+        found.append(Assign(("derives",), "True", "autograd runs inside of forward, and needs a graph there"))
     if stage.backward is not None:
         paths = {name: string(constants[name] if name in constants else states[name].held) for name in stage.states}
         found.append(Assign(("graded",), tuple_of(weight_places(stage, paths)), "of which backward returns gradients"))

@@ -39,6 +39,7 @@ from fxpipe.capture.batch.batch_size_checks import conditions
 from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.another_way import another_way
+from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
@@ -383,7 +384,8 @@ class CallCapture:
         if kind.drafted is None:
             rejoin(kind.traced.module, now.call.rows or 0)
             traced = kind.traced.module.graph
-            if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
+            floats = made_of_floats(traced) if kind.traced.folded else None
+            if refused := written_by_dynamo(traced) or derived(traced) or floats:
                 raise refused
             if self.transforms:
                 kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)

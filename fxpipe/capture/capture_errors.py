@@ -33,6 +33,7 @@ UNKNOWN = "?"  # a size that is not known before it is computed
 SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # torch's names of sizes
 HOOKED = "a module in the model has a backward hook, which would not run"
 DERIVES = "it takes derivatives inside of forward"
+WRITTEN_OUT = "write them out, as operations"
 A_PIPE = "it runs a pipeline of fxpipe"  # a part of the message about a call of a pipe
 # A pattern of Dynamo's message, the reason, what to write instead.
 ADVICE = (
@@ -83,7 +84,7 @@ ADVICE = (
     (
         r"autograd\.grad",
         DERIVES,
-        "write them out, as operations",
+        WRITTEN_OUT,
     ),
     (
         r"recompile.limit",

@@ -142,6 +142,7 @@ class Stage(Scope):
     - `opaque`: the paths of the submodules that are called whole, "" for the model.
     - `parts`: for each path that stands for a part of a tensor: that path, the tensor's path, and the part's ranges.
     - `unsure`: only a run with gradients shows which results need a gradient.
+    - `derives`: forward takes derivatives, by autograd, for which it must run with gradients.
     - `compiled`: it runs through torch.compile; autograd's backward of it is one piece and cannot be split into halves.
     - `graded`: the tensors of which its own backward returns gradients: paths, names of constants, or places among the
       arguments of forward; None if it has no backward, and autograd runs.
@@ -161,6 +162,7 @@ class Stage(Scope):
     opaque: tuple[str, ...] = ()
     parts: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = ()
     unsure: bool = False
+    derives: bool = False
     compiled: bool = False
     graded: tuple[str | int, ...] | None = None
     orders: tuple[tuple[int, ...], ...] = ()
@@ -193,6 +195,18 @@ class Stage(Scope):
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
+
+    def without_graph(self, *args: Any) -> Any:
+        """The results of forward, without a graph."""
+        if not self.derives:
+            with torch.no_grad():
+                return self.forward(*args)
+        with torch.enable_grad():  # on leaves, of which forward may ask that they need a gradient
+            found = self.forward(
+                *[x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
+            )
+        several = [x.detach() if isinstance(x, Tensor) else x for x in (found if isinstance(found, tuple) else [found])]
+        return tuple(several) if isinstance(found, tuple) else several[0]
 
     def backward(
         self, kept: list[Any], sums: list[Tensor | None], *grads: Tensor | None

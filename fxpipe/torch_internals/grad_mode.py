@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.amp import autocast_mode
+from torch.autograd import forward_ad
 
 from .capability import Capability
 
@@ -27,11 +29,22 @@ ANY_AUTOCAST = Capability(
     since="1.13",
     without="each kind of device is asked",
 )
+FORWARD_MODE = Capability(
+    what="derivatives in forward mode inside of an autograd.Function",
+    names=("torch.autograd.forward_ad._set_fwd_grad_enabled",),
+    since="1.11",
+    without="models that make dual tensors in forward have no derivatives in a call with recomputation",
+)
 
 
 def gradient_setter() -> Callable[[bool], object]:
     """A function that switches gradients on and off in this thread, which an fx.Graph can call."""
     return torch._C._set_grad_enabled if SETTER.there else torch.set_grad_enabled
+
+
+def forward_mode() -> AbstractContextManager[object]:
+    """A context in which dual tensors have tangents, also in the forward of an autograd.Function."""
+    return forward_ad._set_fwd_grad_enabled(True) if FORWARD_MODE.there else nullcontext()
 
 
 def autocast_calls() -> tuple[Callable[..., object], Callable[..., object]]:

@@ -80,25 +80,6 @@ def test_a_break_in_the_model_itself_gets_a_table():
     assert "test_routes.py" in said.splitlines()[0]
 
 
-class Derives(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.fc(x)
-        (slope,) = torch.autograd.grad(y.sin().sum(), y, create_graph=True)
-        return slope
-
-
-def test_a_derivative_in_the_models_own_forward_says_to_move_it():
-    with pytest.raises(CaptureError, match="it takes derivatives inside of forward") as error:
-        CallCapture(Derives()).capture((torch.randn(6, 4),), {})
-    said = " ".join(str(error.value).split())
-    for part in ("it is in the forward of no submodule", "move these lines into the forward of a submodule"):
-        assert all(word in said for word in part.split())
-
-
 def test_a_model_without_values_cannot_be_run_to_learn_what_is_returned():
     with torch.device("meta"):
         model = nn.Sequential(Branch(), nn.Linear(4, 4))

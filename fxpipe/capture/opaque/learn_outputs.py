@@ -41,6 +41,7 @@ from fxpipe.ir.graph.opaque_call import (
 from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
+from .derivatives import Derivatives
 from .opaque_submodules import Piece, Pieces
 
 
@@ -61,6 +62,7 @@ class Heard:
     drew: bool
     aliased: bool
     wrote: bool
+    derived: bool
 
 
 def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...]) -> Piece | None:
@@ -158,7 +160,7 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
         return None
     if len(one.gives) != len(two.gives):
         return None
-    if one.wrote or two.wrote:
+    if one.wrote or two.wrote or one.piece.leaves:
         return None
     takes = []
     varying: list[tuple[int, int, int, int]] = []  # tensor, dimension, and its two sizes
@@ -170,7 +172,9 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
     gives = [_gives(a, b, varying) for a, b in zip(one.gives, two.gives, strict=True)]
     if any(item is _NOT for item in gives):
         return None
-    return Promise(one.key, tuple(takes), tuple(gives), one.aliased or two.aliased, one.wants)
+    return Promise(
+        one.key, tuple(takes), tuple(gives), one.aliased or two.aliased, one.wants, one.derived or two.derived
+    )
 
 
 _NOT = object()  # marks a result that an op cannot have
@@ -221,8 +225,10 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
             before, others, versions = torch.get_rng_state(), _other_numbers(), [version_of(x) for x in tensors]
             dense = [x for x in module.parameters() if x.layout is torch.strided]
             contents = [x.detach().clone() for x in dense]  # a write to `.data` leaves the version
-            with said_to_compile(False):  # as when the pipeline runs it
+            derivatives = Derivatives(tensors)
+            with said_to_compile(False), derivatives:  # as when the pipeline runs it
                 result = own(*args, **kwargs)
+            piece.leaves |= derivatives.leave
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
             drew = not torch.equal(before, torch.get_rng_state())
@@ -231,9 +237,8 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
                 piece.opaque.remembers.add("random numbers that are not torch's")
             if not all(map(torch.equal, contents, dense)):
                 piece.opaque.remembers.add("parameters that it writes")
-            calls.append(
-                Heard(piece, key, takes, wants, list(map(_hollow, found)), _form(result), drew, aliased, wrote)
-            )
+            hollows, form = list(map(_hollow, found)), _form(result)
+            calls.append(Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, derivatives.taken))
             return result
 
         return forward

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.capture.capture_errors import DATA_SIZES, DERIVES, HOOKED, Refused
+from fxpipe.capture.capture_errors import DATA_SIZES, HOOKED, Refused
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.ir.graph.graph import Graph, Origin, map_leaves
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
@@ -42,6 +42,7 @@ class Piece:
     - `places`: the twin's parameters and buffers (`slots`).
     - `asked`: whether a call was traced whose results are not learnt yet.
     - `wanted`: for these calls, which tensors needed a gradient.
+    - `leaves`: whether a derivative that it takes goes back through what it is given.
     - `told`: whether the user was warned.
     """
 
@@ -51,6 +52,7 @@ class Piece:
     forms: dict[bool, Callable[[Any], Any]] = field(default_factory=dict)
     asked: bool = False
     wanted: set[tuple[bool, ...]] = field(default_factory=set)
+    leaves: bool = False
     told: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +85,12 @@ class Piece:
             f"{path} is called with other arguments while the model is traced than when it runs",
             "call it in the same way, whatever torch.compiler.is_compiling() says",
         )
-        found = Refused(self.opaque.origin, *(another if self.asked and self.opaque.promises else odd))
+        leaves = (
+            f"{path} takes a derivative by a value from which what it is given was computed before",
+            "take the derivative in the module that computes both, or in the model's own forward",
+        )
+        reason = leaves if self.leaves else another if self.asked and self.opaque.promises else odd
+        found = Refused(self.opaque.origin, *reason)
         found.route = f"one graph, {path} kept whole"
         return found
 
@@ -161,13 +168,11 @@ class Pieces:
 
     def keep(self, twins: Twins, refused: Refused) -> bool:
         """Keep one more submodule whole: the innermost around the refused line that is not kept yet; at last the model
-        itself, unless it takes derivatives, as a recomputed forward runs without gradients. False if there is none,
-        or if a hook would get the gradient of each micro-batch."""
+        itself. False if there is none, or if a hook would get the gradient of each micro-batch."""
         if refused.reason == HOOKED:
             return False
         named = {id(module): (path, module) for path, module in twins.named()}
         inside = [named[key] for key in refused.modules or () if key in named]
-        inside = [pair for pair in inside if pair[0] or refused.reason != DERIVES]
         return self._keep(inside, refused.where or NOWHERE, refused.reason, twins)
 
     def keep_around(self, twins: Twins, piece: Piece) -> bool:

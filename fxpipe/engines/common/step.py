@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fxpipe.engines.transports.mailbox import Transport
@@ -297,9 +296,7 @@ class Step(Batches):
         if own is not None:
             results, _ = own.forward(args, None)
             return results[0] if len(results) == 1 else results
-        with torch.no_grad():
-            results = stage.forward(*args)
-        return self.marked(j, args, results)
+        return self.marked(j, args, stage.without_graph(*args))
 
     def marked(self, j: int, args: Sequence[Any], results: Any) -> Any:
         """The results of stage j, as values that need a gradient, if any of what it computes with does."""

@@ -45,6 +45,7 @@ class Promise:
     - `gives`: for each leaf of the result a `Gives` if it is a tensor, else the leaf itself.
     - `aliased`: whether a result may be memory that the call was given.
     - `wants`: for each of the submodule's own and the given tensors, whether it needed a gradient.
+    - `derives`: whether it takes derivatives inside, by autograd.
     """
 
     key: Any
@@ -52,6 +53,7 @@ class Promise:
     gives: tuple[Any, ...]
     aliased: bool = False
     wants: tuple[bool, ...] = ()
+    derives: bool = False
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
@@ -149,6 +151,11 @@ class Opaque:
             if promise.wants
             for x in promise.gives
         )
+
+    @property
+    def derives(self) -> bool:
+        """Whether it takes derivatives inside, by autograd, for which it must run with gradients."""
+        return any(promise.derives for promise in self.promises)
 
     @property
     def buffers(self) -> tuple[bool, ...]:

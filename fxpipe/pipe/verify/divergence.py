@@ -119,9 +119,9 @@ def _compare(program: Program, j: int, i: int, stage: Stage, run: Run) -> Place 
     ours, theirs = Calls(""), Calls(inspect.getfile(type(stage)))
     args = [x.clone() if isinstance(x, Tensor) else x for x in run.args]
     linecache.checkcache(theirs.file)
-    with torch.no_grad(), _copies(stage), theirs:
+    with torch.set_grad_enabled(stage.derives), _copies(stage), theirs:
         results = stage.forward(*args)
-    with torch.no_grad(), _copies(stage):
+    with torch.set_grad_enabled(stage.derives), _copies(stage):
         held = (name for name in part.states if program.state(name).kind != "constant")
         values |= {name: stage.tensor(program.state(name).held) for name in held}
         for op in part.ops:

@@ -30,6 +30,7 @@ from fxpipe.runtime.error_notes import add_note
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 from fxpipe.torch_internals.autograd_engine import gradients
+from fxpipe.torch_internals.grad_mode import forward_mode
 from fxpipe.torch_internals.tensor_memory import has_hooks, version_of
 
 from .is_recomputing import recomputing
@@ -87,7 +88,7 @@ class Task:
         except Exception as error:
             add_note(error, self.stage, *self.where)
             raise
-        return outputs, (*[x for x in takes if x.requires_grad], *parameters)
+        return outputs, (*[x for x, want in zip(takes, self.wanted, strict=True) if want], *parameters)
 
     def standing_in(self, aliases: Mapping[int, Tensor]) -> AbstractContextManager[None]:
         """A context in which tensors that a recomputation must not touch are replaced in the stage."""
@@ -132,8 +133,8 @@ class Checkpoint(Function):
         ctx.task = task
         takes = tensors[: len(task.places)]
         ctx.save_for_backward(*takes)
-        if task.stage.unsure:
-            with torch.enable_grad():
+        if task.stage.unsure or task.stage.derives:
+            with torch.enable_grad(), forward_mode():
                 found = task.run(tuple([x.detach().requires_grad_(x.requires_grad) for x in takes]))
         else:
             found = task.run(takes)
