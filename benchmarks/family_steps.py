@@ -132,7 +132,8 @@ class Plain:
                     except Exception as error:
                         failed[first_line(error)] = error
                         break
-        raise RuntimeError(" | ".join(f"{type(error).__name__}: {line[:200]}" for line, error in failed.items()))
+        said = [f"{type(error).__name__}: {line[:200]}" for line, error in failed.items()]
+        raise RuntimeError(" | ".join(said) or "no batch of this task fits the arguments of its forward")
 
     @classmethod
     def trained(cls, model: nn.Module, batch: Batch, training: bool, same: bool) -> Plain | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.small_transformers import CLASSES, LARGE_IMAGE, PLACES, TEXT_WORDS
+from benchmarks.models.small_transformers import CLASSES, HIDDEN, LARGE_IMAGE, PLACES, TEXT_WORDS
 
 BATCH, LENGTH, SOUND, FRAMES, SERIES, LABELS = 4, 16, 4000, 64, 16, 5
 Batch = dict[str, Any]
@@ -94,7 +94,7 @@ def _codes(model: Any, config: Any, names: Any) -> Batch:
 def pixels(config: Any, *before: int) -> Tensor:
     """Images of the size that the config, or the part of it for images, says."""
     found: Any = None
-    for part in (config, getattr(config, "vision_config", None), getattr(config, "backbone_config", None)):
+    for part in [config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder"))]:
         found = found or getattr(part, "image_size", None)
     height, width = found if isinstance(found, (list, tuple)) else (found or LARGE_IMAGE,) * 2
     channels = getattr(config, "num_channels", 3)
@@ -229,16 +229,17 @@ def _with_places(model: Any, config: Any, names: Any, given: Batch) -> Batch:
     """As many places in the text as the model has features for: its error says how many."""
     place = next((one for name in PLACES if isinstance(one := getattr(config, name, None), int)), None)
     count = 0 if place is None else 1
-    for _ in range(3):
+    for _ in range(4):
         batch = _placed(names, given, place, count)
         try:
             with torch.no_grad():
                 model(**floats(batch, next(model.parameters()).dtype))
         except Exception as error:
             said = re.search(r"tokens:? (\d+)\D+features:? (?:torch.Size\(\[)?(\d+)", str(error))
-            if said is None or not count or int(said[1]) == int(said[2]):
+            if said is None or not count:
                 return batch
-            count = max(1, count * int(said[2]) // max(1, int(said[1])))
+            tokens, features = map(int, said.groups())  # the same number, if the message counts channels, too
+            count = max(1, count // HIDDEN if tokens == features else count * features // max(1, tokens))
         else:
             return batch
     return batch
@@ -255,7 +256,13 @@ def _placed(names: Any, given: Batch, place: int | None, count: int) -> Batch:
             batch[name] = (ids == place).long() if place is not None else torch.zeros_like(ids)
     if "attention_mask" in names:
         batch["attention_mask"] = torch.ones_like(ids)
+    if "qformer_input_ids" in names:
+        batch["qformer_input_ids"] = words(BATCH, LENGTH)
     return batch
+
+
+def _image_alone(config: Any, names: Any) -> Batch:
+    return {"pixel_values": pixels(config, BATCH)}
 
 
 def _one_image(config: Any, names: Any) -> Batch:
@@ -283,7 +290,8 @@ def _patches(config: Any, names: Any) -> Batch:
     vision = config.vision_config
     size = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     values = torch.randn(BATCH * 16, size, dtype=torch.float64)
-    return {"pixel_values": values, "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
+    made: Batch = {"pixel_values": values, "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
+    return made | ({"image_merge_sizes": torch.ones(BATCH).long()} if "image_merge_sizes" in names else {})
 
 
 def _square_patches(config: Any, names: Any) -> Batch:
@@ -340,6 +348,7 @@ def _raw_sound(config: Any, names: Any) -> Batch:
 
 
 VISION = (
+    _image_alone,
     _one_image, _list_of_images, _image_and_parts, _patches, _square_patches, _patches_with_positions,
     _patches_with_shapes, _flattened, _tiles,
 )  # fmt: skip

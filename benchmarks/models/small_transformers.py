@@ -8,6 +8,8 @@ tokens lie at the end of the vocabulary, each its own. What a name does not tell
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,7 +33,7 @@ SAME = {
         hidden_size_per_layer_input modulation_dim mm_hidden_size encoder_dim output_proj_dims
         projection_size conv_channels depth_hidden_size vision_hidden_size audio_hidden_size
         predictor_hidden_size lru_width subsampling_conv_channels linear_attn_hidden_size ssm_hidden_size
-        text_embed_dim decoder_embed_dim
+        text_embed_dim decoder_embed_dim base_channels
     """,
     INNER: """
         intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff dim_feedforward encoder_feedforward_dim
@@ -59,21 +61,21 @@ SAME = {
         t2u_decoder_attention_heads linear_num_heads decoder_self_attention_heads
         decoder_cross_attention_heads encoder_num_attention_heads vision_num_attention_heads
         num_query_tokens resampler_n_latents ffn_num_experts decoder_num_attention_heads num_moe_experts
-        num_conv_pos_embedding_groups num_query_groups
+        num_conv_pos_embedding_groups num_query_groups mm_tokens_per_image
     """,
     8: """
         head_dim d_kv kv_channels attention_head_size qk_rope_head_dim qk_nope_head_dim v_head_dim
         index_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim swa_head_dim
         resampler_head_dim index_topk mamba_d_state mamba_d_head mamba_n_heads state_size ssm_state_size
         mamba_head_dim mamba_num_heads num_queries num_query query_pre_attn_scalar global_head_dim
-        num_groups swa_v_head_dim rotary_dim mamba_headdim qk_head_dim dim_head
+        num_groups attention_window swa_v_head_dim rotary_dim mamba_headdim qk_head_dim dim_head
     """,
     16: """
         q_lora_rank kv_lora_rank patch_length context_length horizon_length num_conv_pos_embeddings
         num_mel_bins input_feat_per_channel feature_projection_input_dim mamba_chunk_size sliding_window
-        sliding_window_size attention_chunk_size base_channels codebook_dim o_lora_rank stem_channels_size
+        sliding_window_size attention_chunk_size codebook_dim o_lora_rank stem_channels_size
         num_negatives n_mels codevector_dim proj_codevector_dim mm_patch mamba_dt_rank time_step_rank
-        chunk_length output_lora_rank
+        output_lora_rank context_size
     """,
     128: """
         max_position_embeddings n_positions max_source_positions max_target_positions
@@ -107,13 +109,18 @@ WIDE = (
 OWN: dict[str, dict[str, Any]] = {
     "levit": {"patch_size": 16, "image_size": 64, "hidden_sizes": [32, 32, 32], "key_dim": [8, 8, 8]},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
-                  "num_cross_attention_heads": 4},
+                  "num_cross_attention_heads": 4, "max_position_embeddings": 64},
     "patchtst": {"patch_length": 4, "patch_stride": 4}, "patchtsmixer": {"patch_length": 4, "patch_stride": 4},
     "oneformer": {"text_encoder_n_ctx": 4, "num_queries": 12, "text_encoder_context_length": 16, "task_seq_len": 16,
                   "text_encoder_vocab_size": WORDS, "text_encoder_width": 32, "text_encoder_num_layers": 2},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "depth_pro": {"patch_size": 32, "image_size": 128},
     "eomt": {"num_blocks": 1}, "eomt_dinov3": {"num_blocks": 1}, "videomt": {"num_blocks": 1},
+    "mllama_vision_model": {"vision_output_dim": 96}, "vipllava": {"vision_feature_layers": [-1, -2]},
+    "esm": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 3}, "esmc": {"num_key_value_heads": HEADS},
+    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8], "attn_layers": ["local", "lsh"],
+                 "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4, "hash_seed": 0},
     "lw_detr_vit": {"image_size": 64},
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
@@ -176,17 +183,28 @@ def _shrunk(name: str, value: Any, whole: Any, ids: dict[str, int], narrow: bool
         return None
     if name.endswith(("_token_id", "_token_index", "_token_ids")):
         return _token(name, value, ids)
+    if name == "image_grid_pinpoints":
+        return [[IMAGE, IMAGE]]
     if name == "image_size":
         return _image_size(value, whole)
     if name == "patch_size" and isinstance(value, int) and value >= 8 and narrow:
         return 8
-    if name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
-        return {**value, "mrope_section": [2, 1, 1]}
+    if name == "rope_parameters" and isinstance(value, dict) and "rope_theta" in value:
+        return _turned(value, type(whole))
     if isinstance(value, (list, tuple)):
         return _entries(name, value, getattr(whole, "num_hidden_layers", None), narrow)
     if name in SIZES and (isinstance(value, int) or name in ("head_dim", "num_key_value_heads")):
         return SIZES[name] if narrow or name in COUNTS else None
     return None
+
+
+def _turned(rope: dict[str, Any], config_class: Any) -> dict[str, Any] | None:
+    """Rotary embeddings by time, height and width have a part of a head's channels for each."""
+    module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if "mrope_section" not in inspect.getsource(module):
+        return None
+    half = int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    return {**rope, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
 
 
 def _token(name: str, value: Any, ids: dict[str, int]) -> Any:
@@ -261,7 +279,7 @@ def configs(kind: str, task: str) -> Iterable[Callable[[], Any]]:
     given: dict[str, Any] = {"num_labels": CLASSES}
     if task == "causal" and "is_decoder" in _fields(config_class):
         given["is_decoder"] = True
-    if task == "seq2seq":
+    if task in ("seq2seq", "vision-language"):
         given |= {"decoder_start_token_id": 2, "pad_token_id": 0}
     if task == "ctc":
         given["vocab_size"] = WORDS
