@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.marks import mostly_slow
 from tests.whole.ranks import input_values
 from tests.whole.ranks.pool import Pool
 
@@ -17,7 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["short_cut", "longest", "either"])
+@pytest.mark.parametrize("name", mostly_slow(["short_cut", "longest", "either"], "short_cut".__eq__))
 def test_steps_are_those_of_the_model(pool: Pool, name: str, way: str) -> None:
     pool.run(input_values.as_the_model, name, WAYS[way], ranks=(0, 1))
 
