@@ -131,6 +131,7 @@ def _refuse_others(ops: Iterable[Op], paths: Mapping[str, str], counters: Collec
     """Raise PlanError for an op that changes running statistics, or uses a counter, in a way that is not deferred."""
     for op in ops:
         if isinstance(op.target, Opaque):
+            _refuse_compiled(op.target)
             continue
         for name in op.writes:
             if paths.get(name, "").rpartition(".")[2] in (*STATISTICS, COUNTER):
@@ -145,6 +146,18 @@ def _refuse_others(ops: Iterable[Op], paths: Mapping[str, str], counters: Collec
                     f"op {op.name}, at {op.origin}, reads the counter {name} of a deferred batch norm, which counts "
                     "at the end of the batch; compile without deferred_batch_norm"
                 )
+
+
+def _refuse_compiled(opaque: Opaque) -> None:
+    """Raise PlanError if compiled code in a submodule that is kept whole updates running statistics."""
+    for path, part in opaque.module.named_modules(prefix=opaque.path):
+        compiled = isinstance(part, torch.jit.ScriptModule) and getattr(part, "training", False)
+        if compiled and not set(STATISTICS).isdisjoint(part._buffers.keys()):
+            raise PlanError(
+                f"{path or 'the model'} is made by torch.jit.script or torch.jit.trace, and updates its running "
+                "statistics in compiled code, which cannot be deferred to the end of the batch; compile without "
+                "deferred_batch_norm"
+            )
 
 
 def _defer(op: Op, norm: Norm, call: int) -> Op:

@@ -157,7 +157,7 @@ class _Writer:
 def _statements(step: _Step, gone: bool = True) -> Iterator[Statement]:
     """The statements of a step; `gone`: with the deletion of what it needs last."""
     if isinstance(step.op.target, Opaque):
-        yield Comment(f"opaque: {_origin(step.op.target.origin, '')}")
+        yield Comment(f"opaque: {_origin(step.op.target.origin, '') or prose(step.op.target.reason)}")
     yield from step.statements
     if step.releases and gone:
         yield Delete(step.releases)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
+from fxpipe.capture.twins.script_twin import forward_signature
 from fxpipe.errors import InputError, did_you_mean
 from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
 
@@ -119,7 +120,7 @@ class Arguments:
         sizes: Callable[[int], Sequence[int]],
         uncut: bool = False,
     ) -> None:
-        self.model, self.signature = model, inspect.signature(model.forward)
+        self.model, self.signature = model, forward_signature(model)
         self.batch_dim = batch_dim
         self.sizes = sizes
         self.uncut = uncut
@@ -240,7 +241,7 @@ class Arguments:
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: bool) -> inspect.BoundArguments:
         """The arguments bound to the signature of forward, or of its decorator, which may add arguments."""
         forward = self.model.forward
-        for signature in (self.signature, inspect.signature(forward, follow_wrapped=False)):
+        for signature in (self.signature, forward_signature(self.model, follow_wrapped=False)):
             with suppress(TypeError):
                 return signature.bind(*args, **kwargs)
         try:

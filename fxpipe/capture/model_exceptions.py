@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.capture.twins.script_twin import forward_signature
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.dtypes import short_name
 
@@ -115,7 +116,7 @@ def _no_batch(model: nn.Module, call: Call, runs: int, fails: int, error: Except
         f"If that is no batch, write batch_dim={{{path!r}: None}}: every micro-batch gets all of {path}. If {name} "
         f"needs a batch of {runs}, do so with chunks=1"
     )
-    for parameter in inspect.signature(model.forward).parameters.values():
+    for parameter in forward_signature(model).parameters.values():
         default = parameter.default
         if isinstance(default, Tensor) and call.batch in default.shape[:1] and parameter.name not in call.names:
             advice = (

@@ -134,7 +134,7 @@ class DropInModule(nn.Module):
 
     def __init__(self, model: nn.Module, state: State) -> None:
         super().__init__()
-        for name, value in {"model": model, "_state": state, **{name: vars(model)[name] for name in SHARED}}.items():
+        for name, value in {"model": model, "_state": state, **{name: getattr(model, name) for name in SHARED}}.items():
             object.__setattr__(self, name, value)  # not nn.Module's, which would register the model as a child
 
     @property  # type: ignore[misc]

@@ -123,7 +123,7 @@ def slots_of(model: nn.Module) -> Iterator[Slot]:
     for path, module in model.named_modules():
         held: Any
         for held in (module._parameters, module._buffers):
-            yield from (Slot(module, path, key, held) for key in held)
+            yield from (Slot(module, path, key, held) for key, _ in held.items())
 
 
 def empty(tensor: Tensor, device: str = "cpu") -> Tensor:

@@ -295,13 +295,3 @@ def test_backward_hooks_on_modules_are_refused() -> None:
         register(model.fc, lambda *_: None)
         with pytest.raises(CaptureError, match=r"a module in the model has a backward hook.*weight\.register_hook"):
             fxpipe.compile(model, 2, 2)(torch.randn(4, 8))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("made", ["script", "trace"])
-def test_modules_without_python_code(made: str) -> None:
-    x, layer = torch.randn(4, 8), nn.Linear(8, 8)
-    without = torch.jit.script(layer) if made == "script" else torch.jit.trace(layer, x)
-    pipe = fxpipe.compile(nn.Sequential(nn.Linear(8, 8), without), devices=2, chunks=2)
-    with pytest.raises(CaptureError, match=r"1 is made by torch.jit.script or torch.jit.trace, and cannot be captured"):
-        pipe(x)

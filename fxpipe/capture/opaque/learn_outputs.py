@@ -25,7 +25,7 @@ from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import Refused
 from fxpipe.capture.nested_values import change
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
-from fxpipe.capture.twins.twin import Slot, Twins
+from fxpipe.capture.twins.twin import Slot, Twins, as_held
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
@@ -299,7 +299,7 @@ def _copy(slot: Slot, real: Tensor) -> Tensor:
             copy.fill_(1)
     else:
         copy = real.detach().to(slot.device, copy=True)
-    return nn.Parameter(copy, real.requires_grad) if isinstance(real, nn.Parameter) else copy
+    return as_held(slot, real, copy)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.capture_errors import DATA_SIZES, HOOKED, Refused
+from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.ir.graph.graph import Graph, Origin, map_leaves
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
@@ -131,12 +132,13 @@ class Pieces:
     @property
     def how(self) -> str:
         """How a call is captured, in words."""
-        kept = ", ".join(str(piece.opaque) for piece in self.of.values())
+        paths = [piece.opaque.path for piece in self.of.values()]
+        kept = ", ".join(str(piece.opaque) for piece in self.of.values() if not _is_inside(piece.opaque.path, *paths))
         return f"one graph, {kept} kept whole" if kept else "one graph"
 
     def renew(self, twins: Twins) -> bool:
         """Renew the pieces whose tensors' places changed, and drop pieces that are no longer in the model. Returns
-        whether there were any."""
+        whether there were any. What has no code in Python is a piece from the start."""
         if self.shape is twins.shape:
             return False
         self.shape = twins.shape
@@ -148,7 +150,16 @@ class Pieces:
             if key in there:
                 opaque = old.opaque
                 self._put(Opaque(opaque.path, opaque.module, opaque.origin, opaque.reason), old.twin, twins)
+        self._keep_scripts(twins)
         return bool(stale)
+
+    def _keep_scripts(self, twins: Twins) -> None:
+        """Keep each script module whole, and each one inside, which the modules around may call too."""
+        kept = [piece.opaque.path for piece in self.of.values() if not isinstance(piece.twin, ScriptTwin)]
+        for path, twin in twins.named():
+            known = id(twin) in self.of or id(twin) in self.given_up or _is_inside(path, *kept)
+            if isinstance(twin, ScriptTwin) and not known:
+                self._put(Opaque(path, twin.script, reason=WHY), twin, twins)
 
     def _put(self, opaque: Opaque, twin: nn.Module, twins: Twins) -> None:
         self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin))
@@ -180,7 +191,7 @@ class Pieces:
         self.given_up.add(id(piece.twin))
         self._drop(piece.twin, twins)
         path, part = piece.opaque.path, piece.twin
-        around = [(p, m) for p, m in twins.named() if (path.startswith(f"{p}.") if p else part in set(m.modules()))]
+        around = [(p, m) for p, m in twins.named() if (_is_inside(path, p) if p else part in set(m.modules()))]
         return self._keep(around, piece.opaque.origin, piece.opaque.reason, twins)
 
     def _keep(self, inside: Sequence[tuple[str, nn.Module]], origin: Origin, reason: str, twins: Twins) -> bool:
@@ -194,7 +205,7 @@ class Pieces:
                     found += [pair for pair in twins.named() if type(pair[1]) is type(module)]
                     found = [(place, one) for place, one in found if id(one) not in self.given_up]
                 for place, one in found:
-                    if not any(place.startswith(f"{piece.opaque.path}.") for piece in self.of.values()):
+                    if not _is_inside(place, *(piece.opaque.path for piece in self.of.values())):
                         for part in one.modules():
                             self._drop(part, twins)
                         self._put(Opaque(place, twins.original(one), origin, reason), one, twins)
@@ -207,10 +218,10 @@ class Pieces:
         return any(piece.asked for piece in self.of.values())
 
     def tell(self) -> None:
-        """Warn of each piece, once; pieces of one class with one reason share a warning."""
+        """Warn of each piece that is called, once; pieces of one class with one reason share a warning."""
         new: dict[tuple[type, str], list[Opaque]] = {}
         for piece in self.of.values():
-            if not piece.told:
+            if not piece.told and piece.opaque.promises:
                 piece.told = True
                 new.setdefault((type(piece.opaque.module), piece.opaque.because), []).append(piece.opaque)
         for alike in new.values():
@@ -218,15 +229,22 @@ class Pieces:
 
 
 def _told(opaque: Opaque, others: int) -> str:
+    has_line = opaque.origin.line > 0
+    runs = "as plain Python" if has_line else "as it is"
     if opaque.path:
         more = f", as {others} more of its class are" if others else ""
-        what = "one opaque op that no cut goes through and that runs as plain Python"
+        what = f"one opaque op that no cut goes through and that runs {runs}"
         return f"{opaque} is kept whole{more}: {what}, {opaque.because}"
+    move = "move these lines into the forward of a submodule" if has_line else "let this be done to submodules"
     return (
-        f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs as "
-        f"plain Python on each micro-batch, {opaque.because}; move these lines into the forward of a submodule, and "
-        "the rest is cut"
+        f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs {runs} "
+        f"on each micro-batch, {opaque.because}; {move}, and the rest is cut"
     )
+
+
+def _is_inside(path: str, *paths: str) -> bool:
+    """Whether a submodule is inside of one of those at other paths."""
+    return any(path.startswith(f"{around}.") for around in paths)
 
 
 def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:
@@ -244,7 +262,9 @@ def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:
 
 def may_draw(module: nn.Module) -> bool:
     """Whether the code of the module, or of a submodule, names a function that may draw random numbers."""
-    return any(
+    scripts = [part.script for part in module.modules() if isinstance(part, ScriptTwin)]
+    words = (word for script in scripts for word in re.findall(r"\w+", getattr(script, "code", "")))
+    return any(map(DRAWS.fullmatch, words)) or any(
         _names_draws(function.__code__)
         for part in module.modules()
         for kind in type(part).__mro__

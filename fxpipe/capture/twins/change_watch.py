@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .script_twin import beside_python
 from .twin_copies import DICTS, LISTS, SETS, is_plain, slots_of
 
 FACTS = attrgetter("requires_grad", "dtype", "shape")  # what may change of a tensor that stays the same object
@@ -37,7 +38,7 @@ class Watch:
             elif isinstance(item, nn.Module) or is_plain(item):
                 self.modules.append(item)
                 self._look(item, vars(item).values())
-                if names := slots_of(type(item)):
+                if names := [*slots_of(type(item)), *beside_python(item)]:
                     self.slotted.append((item, names, _slot_values(item, names)))
         self.kinds = list(map(type, self.modules))
         self.lengths = list(map(len, self.views))

@@ -28,6 +28,7 @@ from fxpipe.errors import CaptureError
 from .attribute_changes import PARTS
 from .change_watch import FACTS, Watch
 from .hook_lists import Lists
+from .script_twin import NAMES, is_script_dict
 from .twin_copies import Copies, Originals, slots_of
 
 HOOKS = (
@@ -57,19 +58,16 @@ class Slot:
     twin: Tensor | None = None
 
 
-def check_python(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise CaptureError for a module that has no code in Python."""
-    for path, module in named:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{path or 'the model'} is made by torch.jit.script or torch.jit.trace, and cannot be captured, as its "
-                "code is no longer Python's: use the module that it was made of"
-            )
-
-
 def hollow_one(slot: Slot, real: Tensor) -> Tensor:
     """What stands in for a real tensor while a model is traced."""
-    return hollow(real, slot.device)
+    return as_held(slot, real, hollow(real, slot.device))
+
+
+def as_held(slot: Slot, real: Tensor, made: Tensor) -> Tensor:
+    """What stands in for a real tensor as its module holds it: a parameter, which a copied script module has as a plain
+    tensor, is one."""
+    held = isinstance(real, nn.Parameter) or (slot.kind == "parameter" and is_script_dict(slot.tensors))
+    return nn.Parameter(made.detach(), real.requires_grad) if held and not isinstance(made, nn.Parameter) else made
 
 
 class Twins:
@@ -205,12 +203,11 @@ class Twins:
     def _build(self) -> None:
         """Twins of all modules that there are now; those of modules that stay are the same as before."""
         named = self._named()
-        check_python(named)
         self.copies = copies = Copies(last=self.copies)
         self._structure, self._hook_dicts = set(), {}
         for _, module in named:
             copies.note(module, copies.before(module))
-            held = vars(module)
+            held = held_by(module)
             for name in (*PARTS, *HOOKS):
                 if name in held and copies.known(held[name]) is None:
                     copies.note(held[name], copies.before(held[name]))
@@ -218,7 +215,8 @@ class Twins:
             hooks = [held[name] for name in HOOKS if name in held]
             self._hook_dicts |= {id(hooked): hooks for hooked in hooks}
         for _, module in named:  # now that it is known of all where they lead
-            for original in (module, module._modules, *(vars(module)[name] for name in HOOKS if name in vars(module))):
+            held = held_by(module)
+            for original in (module, module._modules, *(held[name] for name in HOOKS if name in held)):
                 copies.fill(original, self.copies.memo[id(original)][1])
         copies.last = {}
         self._beside = Copies(copies)
@@ -237,7 +235,7 @@ class Twins:
             dicts: dict[str, dict[str, Any]] = {"parameter": module._parameters, "buffer": module._buffers}
             for kind, tensors in dicts.items():
                 own = self.twin(tensors)  # type: ignore[arg-type]
-                held = dict.fromkeys(tensors)
+                held = dict.fromkeys(tensors.keys())
                 own.clear()
                 own.update(held)
                 for key, real in tensors.items():
@@ -327,7 +325,7 @@ class Twins:
                     )
                 found[id(new)] = slot
         for path, twin in self.named():
-            own = vars(self.original(twin))
+            own = held_by(self.original(twin))
             for name in PARTS:
                 added = [key for key in vars(twin)[name] if key not in own[name]]
                 if added:
@@ -378,6 +376,13 @@ class Twins:
     def give_back_lists(self, real: Swap) -> None:
         """Append to the user's lists what hooks have appended in this call."""
         self._lists.give_back(real)
+
+
+def held_by(module: nn.Module) -> Mapping[str, Any]:
+    """The attributes of a module; of a script module those that it has as a module."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {name: getattr(module, name) for name in NAMES if hasattr(module, name)}
+    return vars(module)
 
 
 def was_trained(real: Tensor, twin: Tensor | None) -> bool:

@@ -19,9 +19,12 @@ from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.nested_values import PLAIN, TORCH
+
+from .script_twin import ScriptTwin, empty_twin, is_script_dict
 
 LEAVES = frozenset((*PLAIN, *TORCH, BuiltinFunctionType, ModuleType, nn.Parameter, Tensor))
 DICTS, LISTS, SETS = (dict, OrderedDict, defaultdict), (list, deque), (set, frozenset)
@@ -126,7 +129,9 @@ class Copies:
 
     def fill(self, original: Any, copy: Any) -> None:
         """Give the copy of a mutable object what the original has now."""
-        if type(original) in DICTS:
+        if isinstance(copy, ScriptTwin):
+            copy.follow(original, self.of)
+        elif type(original) in DICTS or is_script_dict(original):
             _refill(copy, {self.of(key): self.of(item) for key, item in original.items()})
         elif type(original) in (*LISTS, *SETS):
             items = [self.of(item) for item in original]
@@ -217,8 +222,12 @@ def slots_of(kind: type) -> list[str]:
 
 
 def _empty(value: Any) -> Any:
-    """An object of the same class without contents."""
+    """An object of the same class without contents; for a script module and its parts what its twin has."""
     kind = type(value)
+    if isinstance(value, torch.jit.ScriptModule):
+        return empty_twin(value)
+    if is_script_dict(value):
+        return {}
     if kind is CellType:
         return CellType()
     if kind is defaultdict:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -134,7 +134,7 @@ class Opaque:
     @property
     def because(self) -> str:
         """Why it is kept whole."""
-        return f"because of {self.origin} ({self.reason})"
+        return f"because of {self.origin} ({self.reason})" if self.origin.line else f"because {self.reason}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -246,7 +246,8 @@ def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     here = torch.accelerator.current_accelerator()
     kinds = ("cpu",) if here is None else ("cpu", here.type)
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return [x for x in found if isinstance(x, Tensor)], (module.training, autocast, nest, others)
+    training = getattr(module, "training", False)  # a frozen script module has no mode
+    return [x for x in found if isinstance(x, Tensor)], (training, autocast, nest, others)
 
 
 class Truth:
@@ -305,7 +306,9 @@ def unsure(ops: Iterable[Op]) -> set[str]:
 def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
     """A context in which the module has these tensors in place of its own. If forward sets a buffer to a new tensor,
     the contents are copied into the given one."""
-    with LOCKS.setdefault(module, threading.RLock()):
+    with ExitStack() as locks:
+        for part in sorted(module.modules(), key=id):  # a part may be called by itself too; all take them in one order
+            locks.enter_context(LOCKS.setdefault(part, threading.RLock()))
         there = slots(module)
         known = {(id(part), key) for _, part, key in there}
         places: list[tuple[dict[str, Any], str]] = []
@@ -317,8 +320,9 @@ def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
                 held[key] = tensor
             yield
             for (held, key), tensor in zip(places, tensors, strict=True):
-                if held.get(key) is not tensor:
-                    _copy(held.get(key), tensor, key)
+                now = dict(held.items()).get(key)
+                if now is not tensor:
+                    _copy(now, tensor, key)
             _refuse_new(module, known)
         finally:
             for (held, key), mine in zip(places, own, strict=True):

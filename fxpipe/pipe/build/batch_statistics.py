@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.errors import BatchStatisticsWarning
@@ -23,6 +24,7 @@ from fxpipe.ir.operators.batch_norm_ops import arguments
 from fxpipe.ir.units import count
 
 BATCH_NORMS: Any = nn.BatchNorm1d.__base__  # of SyncBatchNorm too
+SCRIPTED = tuple(kind.__name__ for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 SHOWN = 3  # norms that a message names
 
 
@@ -44,8 +46,8 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
     for op in graph.ops:
         if isinstance(op.target, Opaque):
             for path, part in op.target.module.named_modules(prefix=op.target.path):
-                by_batch = part.training or getattr(part, "running_mean", None) is None
-                if isinstance(part, BATCH_NORMS) and by_batch:
+                by_batch = getattr(part, "training", False) or getattr(part, "running_mean", None) is None
+                if _is_batch_norm(part) and by_batch:
                     found.setdefault(path, BatchNorm(path, op.target.origin))
             continue
         norm = arguments(op)
@@ -55,6 +57,12 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
         path = paths.get(named.name, "").rpartition(".")[0] if named is not None else op.origin.module
         found.setdefault(path or str(op.origin), BatchNorm(path, op.origin))
     return tuple(found.values())
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return getattr(module, "original_name", "") in SCRIPTED
+    return isinstance(module, BATCH_NORMS)
 
 
 def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:

@@ -93,7 +93,9 @@ def take(module: nn.Module, made: nn.Module, own: Collection[int], known: dict[n
 
 
 def like(module: nn.Module) -> nn.Module:
-    """An empty module of the same class, with the same attributes, and no hooks."""
+    """An empty module of the same class, with the same attributes, and no hooks; for a script module a plain one."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return nn.Module()
     made = type(module).__new__(type(module))
     nn.Module.__init__(made)
     made.__dict__.update({name: value for name, value in module.__dict__.items() if name not in made.__dict__})

@@ -26,6 +26,7 @@ from pathlib import Path, PurePath
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
@@ -186,8 +187,11 @@ def _of_attributes(module: nn.Module) -> dict[str, str]:
     """The rows of a module's attributes, and of its hooks."""
     kind: type = type(module)
     seen = {id(module), *map(id, module._modules.values())}
-    held = {name: value for name, value in vars(module).items() if name in _reads(kind)}
-    rows = dict(row for name in sorted(held) for row in rows_of(name, held[name], seen, _reads(kind)))
+    reads = frozenset[str]() if isinstance(module, torch.jit.ScriptModule) else _reads(kind)
+    held = {name: value for name, value in vars(module).items() if name in reads}
+    rows = dict(row for name in sorted(held) for row in rows_of(name, held[name], seen, reads))
+    if isinstance(module, torch.jit.ScriptModule) and hasattr(module, "code"):
+        rows["graph"] = digest(re.sub(r"\.___torch_mangle_\d+", "", module.code))  # a number for each module made
     if isinstance(module, fx.GraphModule):
         rows["graph"] = digest(module.code)
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())

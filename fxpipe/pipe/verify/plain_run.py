@@ -136,12 +136,27 @@ def copied(model: nn.Module, case: Case, device: torch.device, exact: bool) -> t
             f"verify compares with a copy of the model, and {type(model).__name__} cannot be copied: {error}; give "
             "it a __deepcopy__"
         ) from error
+    put_into_scripts(model, twin, memo)
     for module in twin.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 vars(module)[name] = moved(value)
     inputs = case.map(moved)
     return twin, Case(inputs.args, inputs.kwargs, inputs.target, loss_fn, case.step)
+
+
+def put_into_scripts(model: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Let the copies of script modules, whose tensors are not copied by Python, have those in `memo`."""
+    for module, copied_one in zip(model.modules(), twin.modules(), strict=False):
+        if isinstance(copied_one, torch.jit.ScriptModule):
+            for mine, own in zip(held(module), held(copied_one), strict=True):
+                for name, tensor in mine.items():
+                    own[name] = memo[id(tensor)]
+
+
+def held(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts of a module's own tensors."""
+    return module._parameters, module._buffers
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
