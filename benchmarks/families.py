@@ -141,11 +141,11 @@ def rows(worker: Worker, chosen: Sequence[Family], file: Path | None, kept: list
     for family in chosen:
         for found in worker.results(family):
             kept.append(found)
-            if file is not None:
-                file.write_text(json.dumps([asdict(one) for one in kept], indent=1))
             if found.chunks or found.result == PLAIN:
                 said = found.reason or found.notes
                 yield [found.task, found.kind, found.chunks, found.result, found.stages, found.seconds, said[:100]]
+        if file is not None:
+            file.write_text(json.dumps([asdict(one) for one in kept], indent=1))
 
 
 def counted(kept: Sequence[Found]) -> str:
@@ -187,12 +187,16 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(MAPPINGS), choices=list(MAPPINGS), metavar="TASK")
     parser.add_argument("--chunks", type=int, nargs="*", default=[1, 2], help="none: only the plain models")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each answer")
-    parser.add_argument("--out", type=Path, help="a file for all results, as JSON, written as they come")
+    parser.add_argument(
+        "--out", type=Path, help="a file for all results, as JSON, written as they come; what is in it is not run again"
+    )
     options = parser.parse_args()
-    worker, kept = Worker(options.chunks, options.timeout), list[Found]()
+    worker = Worker(options.chunks, options.timeout)
+    kept = [Found(**one) for one in json.loads(options.out.read_text())] if options.out and options.out.exists() else []
     heads = ("task", "model", "chunks", "result", "stages", "seconds", "")
     try:
-        chosen = families(options.tasks, options.names)
+        done = {(one.task, one.name) for one in kept}
+        chosen = [one for one in families(options.tasks, options.names) if (one.task, one.name) not in done]
         show("", heads, rows(worker, chosen, options.out, kept))
     finally:
         worker.stop()

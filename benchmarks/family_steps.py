@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -61,15 +62,13 @@ def serve(connection: Connection, counts: Sequence[int]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError):  # until nobody asks any more
+        while True:
             family, done = connection.recv()
-        except EOFError:
-            return
-        for found in results(family, [one for one in counts if one not in done]):
-            connection.send(found)
-        connection.send(None)  # that is all
-        gc.collect()
+            for found in results(family, [one for one in counts if one not in done]):
+                connection.send(found)
+            connection.send(None)  # that is all
+            gc.collect()
 
 
 def results(family: Family, counts: Sequence[int]) -> Iterator[Found]:
@@ -180,7 +179,7 @@ class Plain:
     def judged(
         self, loss: Tensor, gradients: dict[str, Tensor], stages: int | None
     ) -> tuple[str, str, int | None, float]:
-        largest = max(float(one.abs().max()) for one in self.gradients.values())
+        largest = max(apart(one, None) for one in self.gradients.values())
         relative, absolute = SINGLE if self.single else DOUBLE
         absolute = absolute * largest if self.single else absolute
         wrong = []
@@ -228,6 +227,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def apart(a: Tensor, b: Tensor | None) -> float:
+    """The largest difference; from zero, without `b`."""
     return float((a if b is None else a - b).abs().max()) if a.numel() else 0.0
 
 
