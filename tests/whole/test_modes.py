@@ -35,13 +35,13 @@ ORDERS = {"train first": (True, False, True), "eval first": (False, True, False)
 def captures() -> Iterator[list[Any]]:
     """The traces that are made in this context."""
     made: list[Any] = []
-    own = CallCapture._capture
+    own = CallCapture.captured
 
     def capture(self: CallCapture, traced: Any) -> Any:
         made.append(traced)
         return own(self, traced)
 
-    with mock.patch.object(CallCapture, "_capture", capture):
+    with mock.patch.object(CallCapture, "captured", capture):
         yield made
 
 
