@@ -22,6 +22,7 @@ from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.codegen.text.source_names import code_comment, prose
 from fxpipe.codegen.text.statements import BLANK, Assign, Block, Comment, Delete, Statement
 from fxpipe.errors import file_name
+from fxpipe.ir.graph.evaluate_graph import CUDNN_FLAGS
 from fxpipe.ir.graph.graph import Op, Origin, Region, called, op_name
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -242,7 +243,6 @@ def _context(region: Region, op: Op) -> Doc:
         given = (prefix(f"{key}=", literal(value)) for key, value in options.items() if value is not None)
         return Brackets("torch.autocast(", (literal(device), *given), ")")
     if region.kind == "cudnn":
-        names = ("enabled", "benchmark", "deterministic", "allow_tf32")
-        flags = (prefix(f"{name}=", literal(value)) for name, value in zip(names, region.args, strict=True))
+        flags = (prefix(f"{name}=", literal(value)) for name, value in zip(CUDNN_FLAGS, region.args, strict=True))
         return Brackets("torch.backends.cudnn.flags(", tuple(flags), ")")
     raise EmitError(f"no context is known for the region {region} of the op {op.name!r}, at {op.origin}")

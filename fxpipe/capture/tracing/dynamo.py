@@ -35,7 +35,7 @@ from fxpipe.torch_internals.compiling.compiled_code import (
     one_at_a_time,
 )
 from fxpipe.torch_internals.compiling.compiler import COMPILER, compiled, is_refusal, settings
-from fxpipe.torch_internals.compiling.dynamic_sizes import DYNAMIC_SIZES, one_symbol_a_size, size_of_tensor
+from fxpipe.torch_internals.compiling.dynamic_sizes import DYNAMIC_SIZES, one_symbol_a_size, size_of_tensor, source_of
 from fxpipe.torch_internals.compiling.vmap_levels import VMAP_LEVELS
 from fxpipe.torch_internals.tracing.composite_ops import composed_in_python, one_step
 from fxpipe.torch_internals.tracing.context_variables import Contexts, context_variables
@@ -329,7 +329,7 @@ def _stopped(error: BaseException) -> tuple[tuple[int, ...] | None, Sizes]:
 
 
 def _name(placeholder: fx.Node) -> str | tuple[str, int]:
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    source = source_of(placeholder)
     return "" if source is None else _size(source)
 
 
@@ -341,7 +341,7 @@ def _size(source: Any) -> str | tuple[str, int]:
 
 def source_name(placeholder: fx.Node) -> str:
     """The source of a placeholder's value by Dynamo's name; "" if it has none."""
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    source = source_of(placeholder)
     return "" if source is None else str(source.name)
 
 

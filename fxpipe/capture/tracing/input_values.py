@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.capture.call_arguments import Call, Leaf, holds_whole_numbers
-from fxpipe.torch_internals.compiling.dynamic_sizes import size_of_tensor
+from fxpipe.torch_internals.compiling.dynamic_sizes import size_of_tensor, source_of
 
 from .effects.observed_writes import memory, tensors_in
 from .effects.recorded_runs import RAN, Ran
+from .storageless_tensors import traced_sizes
 
 InputOf = Callable[[Tensor], Leaf | None]
 MAKERS = frozenset({"arange", "tensor", "as_tensor", "zeros", "ones", "full", "eye"})
@@ -82,7 +83,9 @@ class ReadValues:
         except Exception:  # the model's own, which Dynamo reports with its line
             return None
         made = self._values[node]
-        if type(made) is not Tensor or made.shape != _hinted(_example(node)):  # one for each sample of the whole batch
+        if type(made) is not Tensor or made.shape != traced_sizes(
+            _example(node).shape
+        ):  # one for each sample of the whole batch
             return None
         if any(one.op == "placeholder" for one in needed):
             copied = self._copies[node]
@@ -150,15 +153,14 @@ def _example(node: fx.Node) -> Any:
 
 def size_source(placeholder: fx.Node) -> tuple[Any, int]:
     """The source of a tensor, and the dimension, for a placeholder that is a size of it; else (None, 0)."""
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    return size_of_tensor(source) or (None, 0)
+    return size_of_tensor(source_of(placeholder)) or (None, 0)
 
 
 def _owner(placeholder: fx.Node) -> fx.Node | None:
     """The placeholder of the tensor that a size is of."""
     found, _ = size_source(placeholder)
     placeholders = (node for node in placeholder.graph.nodes if node.op == "placeholder" and found is not None)
-    return next((node for node in placeholders if getattr(node.meta.get("grapharg"), "source", None) == found), None)
+    return next((node for node in placeholders if source_of(node) == found), None)
 
 
 def _is_plain_op(node: fx.Node) -> bool:
@@ -192,11 +194,6 @@ def _may_be_written(needed: Mapping[fx.Node, Any], graph: fx.Graph) -> bool:
         if unknown and not held.isdisjoint(key for read in node.all_input_nodes for key in memory(_example(read))):
             return True
     return False
-
-
-def _hinted(fake: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor in the traced call."""
-    return tuple(int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in fake.shape)
 
 
 def _on_cpu(node: fx.Node) -> tuple[Any, Any]:

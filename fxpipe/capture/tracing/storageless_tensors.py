@@ -9,7 +9,7 @@ tensors may meanwhile be anywhere, on other devices too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,12 @@ def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 def like_traced(fake: Tensor) -> Tensor:
     """A tensor without memory like a fake one: a size that varies is that of the traced call, one that depends on data
     is 1."""
-    sizes, strides = ([_hint(number) for number in numbers] for numbers in (fake.shape, fake.stride()))
-    return without_memory(sizes, strides, fake.dtype, fake.device)
+    return without_memory(traced_sizes(fake.shape), traced_sizes(fake.stride()), fake.dtype, fake.device)
+
+
+def traced_sizes(sizes: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+    """Sizes or strides of the traced call."""
+    return tuple(map(_hint, sizes))
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from .graph import Graph, Op, Region, map_refs
 
+CUDNN_FLAGS = ("enabled", "benchmark", "deterministic", "allow_tf32")  # the arguments of a region "cudnn"
 Draw = Callable[[int], AbstractContextManager[Any]]
 _orders: list[bool] = []  # whether torch.einsum chose its order before each context in which it may not
 _lock = Lock()
@@ -84,10 +85,9 @@ def enter(region: Region) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype, enabled, cache)
 
 
-def cudnn_flags(enabled: bool, benchmark: bool, deterministic: bool, allow_tf32: bool) -> AbstractContextManager[Any]:
-    """A context in which cuDNN has these switches."""
-    given = {"enabled": enabled, "benchmark": benchmark, "deterministic": deterministic, "allow_tf32": allow_tf32}
-    found: AbstractContextManager[Any] = torch.backends.cudnn.flags(**given)
+def cudnn_flags(*flags: bool) -> AbstractContextManager[Any]:
+    """A context in which cuDNN has these switches, CUDNN_FLAGS."""
+    found: AbstractContextManager[Any] = torch.backends.cudnn.flags(**dict(zip(CUDNN_FLAGS, flags, strict=True)))
     return found
 
 

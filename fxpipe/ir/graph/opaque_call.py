@@ -320,7 +320,7 @@ def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
                 held[key] = tensor
             yield
             for (held, key), tensor in zip(places, tensors, strict=True):
-                now = dict(held.items()).get(key)
+                now = held[key] if key in held else None  # noqa: SIM401  # a script module's has no get
                 if now is not tensor:
                     _copy(now, tensor, key)
             _refuse_new(module, known)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpipe.torch_internals.capability import Capability
 
@@ -67,6 +67,11 @@ def one_symbol_a_size() -> AbstractContextManager[Any]:
 
     found: AbstractContextManager[Any] = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     return found
+
+
+def source_of(placeholder: fx.Node) -> Any:
+    """Where the value of a placeholder comes from, as Dynamo says it; None if it does not."""
+    return getattr(placeholder.meta.get("grapharg"), "source", None)
 
 
 def is_of_tensor(origin: Any) -> bool:

@@ -26,9 +26,8 @@ KNOWN_VALUES = Capability(
     without="models that ask for values of inputs, or of tensors made of constants, are kept whole or refused",
 )
 METHODS = frozenset({"tolist", "item"})
-# Python 3.11 has the last two, which leave on the stack what they have looked at.
+# Python 3.11 has more of them than later ones: also JUMP_IF_..._OR_POP, which may leave what they have looked at.
 ASKING = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF", "UNARY_NOT")
-OF_NONE = ("_NONE", "_NOT_NONE")
 
 
 @if_there(KNOWN_VALUES)
@@ -72,4 +71,4 @@ def _asks(translator: Any) -> bool:
     if translator.instruction_pointer is None:
         return False
     name: str = translator.instructions[translator.instruction_pointer].opname
-    return name.startswith(ASKING) and not name.endswith(OF_NONE)
+    return name.startswith(ASKING) and not name.endswith("_NONE")

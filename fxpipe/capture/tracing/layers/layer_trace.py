@@ -19,7 +19,7 @@ from fxpipe.capture.tracing.effects.recorded_runs import RAN
 from fxpipe.capture.tracing.storageless_tensors import like_traced
 from fxpipe.torch_internals.compiling.compiled_code import CompiledCode, compiled_for, forget_with
 from fxpipe.torch_internals.compiling.compiler import compiled, settings
-from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data, size_of_tensor
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data, size_of_tensor, source_of
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, FakeTensorMode, let_vary
 from fxpipe.torch_internals.tracing.trace_context import guarded
@@ -226,8 +226,7 @@ def _sizes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, tuple[int, int]]
             where = ((place, dim) for place, shape in enumerate(shapes) for dim, size in enumerate(shape))
             same = (at for at in where if _expression(shapes[at[0]][at[1]]) == value.node.expr)
             found = next(same, None)
-            source = getattr(node.meta.get("grapharg"), "source", None)
-            if found is None or size_of_tensor(source) is None:
+            if found is None or size_of_tensor(source_of(node)) is None:
                 raise NoLeaf("it takes a number that varies")
             yield node, found
         elif not isinstance(value, Tensor) or getattr(node.meta.get("grapharg"), "is_tensor", True) is False:
