@@ -48,16 +48,14 @@ def marked_flags(
         exit_cudnn_flags()
 
 
-for function in (enter_cudnn_flags, exit_cudnn_flags):
-    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-
-
 @if_there(CUDNN_FLAGS)
 @contextmanager
 def cudnn_flags() -> Iterator[None]:
     """A context in which a trace has marks where switches of cuDNN are set and reset."""
     from torch._dynamo import variables
 
+    for function in (enter_cudnn_flags, exit_cudnn_flags):  # here, as it imports Dynamo
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     kind, build = variables.TorchInGraphFunctionVariable, variables.base.VariableTracker.build
     calling = kind.call_function
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,7 +26,6 @@ print(loss.item(), *(name for name in ("torch._dynamo", "sympy") if name in sys.
 """
 
 
-@pytest.mark.slow
 def test_dynamo_is_not_imported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
