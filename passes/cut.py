@@ -21,6 +21,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op, may_cross
 from fxpipe.ir.graph.legal_cuts import ties, vmaps
 from fxpipe.ir.graph.shared_memory_values import memory_of
+from fxpipe.ir.graph.value_types import sized_by_data
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Move, Program, Stage
@@ -83,6 +84,8 @@ def _moves(
             later = sorted({user for user in uses[name] if user > home})
             yield from (Move(name, home, user) for user in later if straight)
             yield from (Move(name, i, i + 1) for i in range(home, max(uses[name])) if not straight)
+        elif sized_by_data(types[name]) and n in uses[name]:
+            yield Move(name, home, n)
     for size in graph.sizes:  # every stage knows the sizes
         if n in uses[size.name]:
             yield Move(size.name, -1, n)

@@ -89,7 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow and long tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
     asked = config.getoption("-m")
-    marks = {item: next((mark for mark in ("long", "slow") if mark in item.keywords), "") for item in items}
+    marks = {item: next(filter(item.get_closest_marker, ("long", "slow")), "") for item in items}
     config.hook.pytest_deselected(items=[item for item, mark in marks.items() if mark not in asked])
     items[:] = [item for item, mark in marks.items() if mark in asked]
     for item in items:

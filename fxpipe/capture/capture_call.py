@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from fxpipe.capture.batch.baked_batch_size import merge
 from fxpipe.capture.batch.batch_size_checks import conditions
 from fxpipe.capture.batch.mixed_samples import Reduce
-from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.opaque.learn_outputs import run_plainly
@@ -50,6 +49,7 @@ from fxpipe.capture.tracing.layers.routes import Routes
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.transforms import transformed
+from fxpipe.capture.tracing.rewriting.unrolled_batch import rejoin
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins

@@ -26,7 +26,7 @@ NOTATIONS = rf"{INSTALLED}(?:einops|einx)[/\\]"  # other ways of writing torch's
 
 DATA_SIZES = (
     "the shape of its result depends on the values of a tensor",
-    "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
+    "select by a mask, as in x[mask], or keep the shape, as in torch.where(mask, x, 0)",
 )
 FROM_NUMBERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")  # functions that make tensors of numbers
 UNKNOWN = "?"  # a size that is not known before it is computed

@@ -24,6 +24,7 @@ from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, check, refs
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 
 from .call_arguments import Call
 from .capture_errors import at
@@ -151,7 +152,8 @@ def finish(
     sizes = {
         name: fake
         for name, fake in zip(draft.outputs, draft.fakes, strict=True)
-        if isinstance(fake, torch.SymInt) or (type(fake) is int and name in results)  # a size that does not vary
+        if (isinstance(fake, torch.SymInt) and not depends_on_data(fake))
+        or (type(fake) is int and name in results)  # a size that does not vary
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
     graph = spread(name_loss(graph, own=call.rest[0] is None) if loss else graph, values, reduce)

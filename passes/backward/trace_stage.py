@@ -25,7 +25,7 @@ from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
-from fxpipe.ir.graph.value_types import ScalarType, TensorType
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, sized_by_data
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.compose_trace import ComposedTracing
 from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
@@ -96,6 +96,8 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"{called(op)} is not an operation of torch, at {op.origin}"
         if called(op) == ENTER_VMAP:
             return f"a vmap, at {op.origin}"
+        if sized_by_data(op.type):
+            return f"{called(op)} makes {op.type}, a size that data decides, at {op.origin}"
         if called(op) in AS_STRIDED:
             return f"as_strided depends on the layout of memory, at {op.origin}"
     for name in stage.mutates:

@@ -180,15 +180,6 @@ def derivative_by_autograd(self: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
 
 
-def nonzero(self: Any, x: Tensor) -> Tensor:
-    return x * x.nonzero().float().mean()
-
-
-def by_mask(self: Any, x: Tensor) -> Tensor:
-    x[x > 0.5] *= 2
-    return x
-
-
 def repeats(self: Any, x: Tensor) -> Tensor:
     return x.repeat_interleave(torch.arange(8), dim=1)
 
@@ -238,7 +229,7 @@ def rows_data(self: Any, x: Tensor) -> Tensor:
 
 
 TRACED_SINCE = {index, index_that_moves}  # torch 2.14 and later trace them
-KEPT_WHOLE = [derivative, derivative_by_autograd, nonzero, by_mask, repeats, branch, index, index_that_moves]
+KEPT_WHOLE = [derivative, derivative_by_autograd, repeats, branch, index, index_that_moves]
 
 
 @pytest.mark.filterwarnings("ignore::fxpipe.MixedSamplesWarning")

@@ -23,38 +23,38 @@ from math import prod
 from typing import Any
 
 from fxpipe.capture.capture_errors import refuse
+from fxpipe.capture.tracing.data_sizes import first_equal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.ops import (
     ALONG,
     ARITHMETIC,
-    INDEXING,
     JOINS,
     LIKE,
-    LOOKUP,
     PIECES,
     POINTWISE,
     RECURRENT,
     RESHAPES,
     SIZES,
 )
-from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, tensors
+from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, sized_by_data, tensors
 from fxpipe.ir.once import once
 
 from .batch_facts import Flow, Mixes, batch_dims, multiple, number
+from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at
+from .selected_rows import check_selection, outer_of_selection
 from .sorted_rows import follow_sorted
 
 # Ops that work element by element, also in a vmap.
 PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
-COUNT = {"arange", "linspace"}
-SHUFFLE = {"randperm"}
 ASKS = SIZES | {"getattr", "dim", "ndimension", "stride", "__get__"}  # ops that read only the sizes of a tensor
 
 
 @once
 def follow(graph: Graph) -> Flow:
     """What is known about every value of the graph."""
-    flow = Flow(graph.types)
+    selects = any(sized_by_data(op.type) for op in graph.ops)
+    flow = Flow(graph.types, {op.name: op for op in graph.ops}, first_equal(graph) if selects else {})
     flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
     states, meant = {state.name for state in graph.states}, {name for name, _ in graph.parts}
     for op in graph.ops:
@@ -92,10 +92,10 @@ def _follow(op: Op, flow: Flow) -> None:
     if not reads:
         if dims and called(op) in COUNT | SHUFFLE:
             flow.counted[op.name] = op
-        _check(op, flow, (_count,))
+        _check(op, flow, (count,))
         return
     flow.depends.add(op.name)
-    _check(op, flow, (_count, _check_shape, _check_dimension, _check_lookup, _check_time, _check_vmap, _check_meeting))
+    _check(op, flow, CHECKS)
     _note_scale(op, flow)
     if dims:
         flow.outer[op.name] = _outer(op, flow)
@@ -116,20 +116,6 @@ def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> 
         flow.mixed[op.name] = error.with_traceback(None)  # whose frames would keep all of this
 
 
-def _count(op: Op, flow: Flow) -> None:
-    """Values made of the numbers of samples are numbers too, until they index another value. Raises Mixes if a random
-    order is used as an index."""
-    first = next((ref.name for ref in refs(op.args[:1])), "")
-    used = (first,) if called(op) in INDEXING else op.reads
-    if called(op) in INDEXING:
-        order = next((o for name in op.reads if (o := flow.counted.get(name)) and called(o) in SHUFFLE), None)
-        if order is not None:
-            raise Mixes(op, "changes the order of the batch")
-    found = next((flow.counted[name] for name in used if name in flow.counted), None)
-    if found is not None and batch_dims(op.type):
-        flow.counted.setdefault(op.name, found)
-
-
 def _check_shape(op: Op, flow: Flow) -> None:
     for kind in tensors(op.type):
         if len(batch_dims(kind)) > 1:
@@ -137,6 +123,18 @@ def _check_shape(op: Op, flow: Flow) -> None:
         for dim in batch_dims(kind):
             if multiple(kind.shape[dim]) is None:
                 raise Mixes(op, f"takes a part of the batch: {kind}")
+
+
+def _check_reshape(op: Op, flow: Flow) -> None:
+    """Raise Mixes if a reshape puts sizes before the batch that were behind it: `x.view(4, -1)` of an f32[12*b]."""
+    first = next((ref.name for ref in refs(op.args[:1])), "")
+    kind, made = flow.types.get(first), op.type
+    if op_name(op) not in RESHAPES or not isinstance(kind, TensorType) or not isinstance(made, TensorType):
+        return
+    if len(batch_dims(kind)) == len(batch_dims(made)) == 1:
+        before = flow.outer.get(first, 1) * prod(number(size) for size in kind.shape[: batch_dims(kind)[0]])
+        if before % prod(number(size) for size in made.shape[: batch_dims(made)[0]]):
+            raise Mixes(op, f"takes samples apart: {kind} becomes {made}")
 
 
 def _check_dimension(op: Op, flow: Flow) -> None:
@@ -150,6 +148,8 @@ def _check_dimension(op: Op, flow: Flow) -> None:
     if name in ALONG:
         if batch in [dim % len(kind.shape) for dim in _along(op, name, len(kind.shape))]:
             raise Mixes(op, f"{name} runs along the batch, dimension {batch} of {kind}")
+    elif name == "getitem" and isinstance(item_at(op.args[1], batch, flow), Ref):
+        return  # each is looked up by its number, or selected
     elif name in PIECES or name in ("getitem", "narrow", "select"):
         _check_split(op, kind, batch, flow.outer.get(first or "", 1))
     elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
@@ -173,54 +173,14 @@ def _along(op: Op, name: str, rank: int) -> Iterable[int]:
     return {"normalize": (1,), "rot90": (0, 1)}.get(name, (-1,))
 
 
-def _check_lookup(op: Op, flow: Flow) -> None:
-    """Raise Mixes if samples are indexed by numbers that may be positions in the whole batch."""
-    name = called(op).rstrip("_")
-    looked = op.args[1] if name == "embedding" and len(op.args) > 1 else next(iter(op.args), None)
-    kind = flow.types.get(looked.name) if isinstance(looked, Ref) else None
-    if not isinstance(kind, TensorType) or not batch_dims(kind):
-        return
-    batch = batch_dims(kind)[0]
-    if name in LOOKUP:
-        position = LOOKUP[name]
-        dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
-        found = not isinstance(dim, int) or dim % len(kind.shape) == batch
-    elif name in ("getitem", "setitem", "index_put"):
-        found = _numbers(_at(op.args[1], batch, flow), flow)
-    else:
-        found = name in ("embedding", "take", "put") and (batch == 0 or name != "embedding")
-    if found:
-        raise Mixes(op, f"looks samples up by their number in the batch, dimension {batch} of {kind}")
-
-
-def _at(index: Any, dim: int, flow: Flow) -> Any:
-    """The item of an index that applies to dimension `dim`; None if there is none."""
-    items = list(index) if isinstance(index, (tuple, list)) else [index]
-    taken = 0
-    for item in items:
-        kind = flow.types.get(item.name) if isinstance(item, Ref) else None
-        if item is ...:
-            return None  # later items count from the last dimension: the batch is not indexed
-        many = len(kind.shape) if isinstance(kind, TensorType) and kind.dtype == "bool" else int(item is not None)
-        if taken <= dim < taken + many:
-            return item
-        taken += many
-    return None
-
-
-def _numbers(index: Any, flow: Flow) -> bool:
-    """Whether an index is a tensor of positions that are not the samples' own numbers."""
-    kind = flow.types.get(index.name) if isinstance(index, Ref) else None
-    return isinstance(kind, TensorType) and kind.dtype != "bool" and index.name not in flow.counted
-
-
 def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
     """Raise Mixes unless the pieces of a dimension that contains the batch are whole batches."""
     pieces = list(tensors(op.type))
     many = multiple(kind.shape[batch]) or 1
     for piece in pieces:
         dims = batch_dims(piece)
-        if dims and multiple(piece.shape[dims[0]]) != many and outer != many:
+        size = multiple(piece.shape[dims[0]]) if dims else many
+        if size != many and (size is None or many % outer or size % (many // outer)):
             raise Mixes(op, f"cuts {kind} along the batch")
 
 
@@ -282,6 +242,19 @@ def _check_meeting(op: Op, flow: Flow) -> None:
         raise Mixes(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
 
 
+CHECKS = (
+    count,
+    _check_shape,
+    _check_reshape,
+    _check_dimension,
+    check_lookup,
+    _check_time,
+    _check_vmap,
+    _check_meeting,
+    check_selection,
+)
+
+
 def _note_scale(op: Op, flow: Flow) -> None:
     """Record in `flow.scaled` if samples are computed with the batch size, which differs in a micro-batch."""
     if not batch_dims(op.type) and not in_vmap(op.type):
@@ -301,15 +274,18 @@ def _outer(op: Op, flow: Flow) -> int:
     many = multiple(kind.shape[dim]) or 1
     if many == 1:
         return 1
+    if (of_selection := outer_of_selection(op, flow)) is not None:
+        return of_selection
     name = called(op)
     sources = [
         (source, flow.types[source]) for source in op.reads if source in flow.depends and batch_dims(flow.types[source])
     ]
     if name in JOINS and _joins_along(op, kind, dim):
-        joined = [ref for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
-        return many if len(joined) > 1 else flow.outer.get(sources[0][0], 1)
-    if name in ("repeat", "tile"):
-        return many
+        joined = [ref.name for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
+        alike = len({(_many(flow.types[one]), flow.outer.get(one, 1)) for one in joined}) == 1
+        return len(joined) * flow.outer.get(joined[0], 1) if alike else many
+    if name in ("repeat", "tile") and sources:
+        return many // (_many(sources[0][1]) or 1) * flow.outer.get(sources[0][0], 1)
     if not sources:
         return 1
     source, type = sources[0]
@@ -319,6 +295,11 @@ def _outer(op: Op, flow: Flow) -> int:
         after = prod(number(size) for size in kind.shape[:dim])
         return max(1, before // after)
     return max(flow.outer.get(source, 1) for source, _ in sources)
+
+
+def _many(type: ValueType) -> int | None:
+    """The factor between the dimension with the batch and the batch."""
+    return next((multiple(kind.shape[dims[0]]) for kind in tensors(type) if (dims := batch_dims(kind))), None)
 
 
 def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:

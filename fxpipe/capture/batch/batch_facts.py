@@ -37,6 +37,18 @@ class Sorted:
     each: int = 1
 
 
+@dataclass(frozen=True)
+class Places:
+    """What an index finds along the batch: rows of each sample's own.
+
+    - `each`: how many there are of each sample.
+    - `of`: the rows that are counted, if they are those that data selects (`selected_rows.py`).
+    """
+
+    each: int
+    of: frozenset[str] = frozenset()
+
+
 @dataclass
 class Flow:
     """What is known about each value, by name.
@@ -45,6 +57,7 @@ class Flow:
     - `depends`: the values that depend on the samples.
     - `pooled`: for values without batch dimension that depend on the samples, the op that pooled them.
     - `counted`: for numbers of the samples (`arange`, `randperm`), the op that made them.
+    - `places`: for those of them that find each sample's own rows, which rows these are.
     - `outer`: the size of what stands before the batch in its dimension (1: the batch is the slowest part).
     - `mixed`: for values in which samples were mixed, the error.
     - `scaled`: for samples that were computed with the batch size, the error.
@@ -52,12 +65,18 @@ class Flow:
     - `beside`: for batched values in a vmap over something else, the op that took them there.
     - `sorted`: what a value has of keys that were sorted along the batch.
     - `sizes`: the numbers that depend on the batch size.
+    - `made`: the ops, by their values.
+    - `equal`: where masks select, for each value the first that is computed in the same way.
+    - `masks`: for masks that have selected rows of samples, the name of how many.
     """
 
     types: Mapping[str, ValueType]
+    made: Mapping[str, Op]
+    equal: Mapping[str, str]
     depends: set[str] = field(default_factory=set)
     pooled: dict[str, Op] = field(default_factory=dict)
     counted: dict[str, Op] = field(default_factory=dict)
+    places: dict[str, Places] = field(default_factory=dict)
     outer: dict[str, int] = field(default_factory=dict)
     mixed: dict[str, CaptureError] = field(default_factory=dict)
     scaled: dict[str, Mixes] = field(default_factory=dict)
@@ -65,6 +84,7 @@ class Flow:
     beside: dict[str, Op] = field(default_factory=dict)
     sorted: dict[str, Sorted] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
+    masks: dict[str, str] = field(default_factory=dict)
 
     def mixes(self, value: str) -> CaptureError | None:
         """Why a value is another one if the batch is cut, as its samples are mixed or not in their order; or None."""

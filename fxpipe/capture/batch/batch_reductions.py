@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
+from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.ops import (
     ADD,
     DIVIDE,
     ELEMENTWISE_LOSSES,
+    INDEXING,
     JOINS,
     LABEL_LOSSES,
     LIKE,
@@ -56,8 +57,11 @@ from fxpipe.ir.once import once
 
 from .batch_dimension import follow
 from .batch_facts import batch_dims, multiple
+from .selected_rows import selected
 
 SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they add to the power
+ROWS = "it is a mean over rows that data selects, of which samples have different numbers"
+COUNTS = "it is made of the numbers of the samples, which each micro-batch counts from 0"
 PAIRS = "it is made of pairs of samples, or of parts of the batch"
 
 
@@ -101,6 +105,8 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
         kind = Follow(op, known, flow.types, made).kind()
         if (op.name in flow.mixed or op.name in flow.sorted) and batch_dims(op.type):  # but one value for each sample
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
+        elif kind.what == "pooled" and op_name(op) not in INDEXING and flow.counted.keys() & set(op.reads):
+            kind = Kind("unknown", blame=op, why=COUNTS)
         elif op.writes and states.issuperset(op.writes) and _returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind = meant.get(op.name, kind)
@@ -223,7 +229,7 @@ class Follow:
         of_batch = [size for size in sizes if not isinstance(size, int) and BATCH in dim_names(size)]
         if any(multiple(size) is None for size in of_batch):
             return self.unknown()
-        return Kind("same", len(of_batch))
+        return Kind("pooled" if selected(type) else "same", len(of_batch))
 
     def _sum(self, parts: Sequence[Kind]) -> Kind:
         """The kind of a sum, or of another op that treats its parts alike."""
@@ -281,11 +287,15 @@ class Follow:
         if first.what == "samples" and name in SUMS and alone:
             if name == "count_nonzero" and first.power:
                 return self.unknown()
+            if name == "mean" and selected(self.types[op.reads[0]]):
+                return self.unknown(ROWS)
             return Kind("pooled", first.power + SUMS[name])
         if first.what != "samples" and name in LINEAR and alone:
             return first if self._keeps_fractions(op) else self.unknown()
         if name in ELEMENTWISE_LOSSES | ROW_LOSSES | LABEL_LOSSES:
             return self._loss(name)
+        if name == "ctc_loss":
+            return self._of_sequences()
         if name in MATMULS or name == "einsum":
             return self._contraction(name)
         return self.unknown()
@@ -306,6 +316,8 @@ class Follow:
         if any(kind.what == "pooled" or kind.power for kind in read.values()):
             return self.unknown()
         types = {key: self.types[value] for key, value in values.items() if read[key].what == "samples"}
+        if how != "sum" and any(map(selected, types.values())):
+            return self.unknown(ROWS)
         apart = [
             (dims[0], type) for type in types.values() if (dims := batch_dims(type)) and isinstance(type, TensorType)
         ]
@@ -324,6 +336,18 @@ class Follow:
         if how == "mean" and name in LABEL_LOSSES and labels_may_be_ignored(self.op, self.types, self.made):
             return self.unknown("labels that are ignored, or weighted, differ between micro-batches")
         return Kind("pooled", int(how == "sum"))
+
+    def _of_sequences(self) -> Kind:
+        """A CTC loss, reduced to a number: a sum or mean over the sequences, along the second dimension of the first
+        argument and the first of the others."""
+        given, places = arguments(self.op), {"log_probs": 1}
+        for key in ("log_probs", "targets", "input_lengths", "target_lengths"):
+            value = given[key]
+            if not isinstance(value, Ref) or self.known[value.name] != SAMPLES:
+                return self.unknown("its lengths, or other arguments, are the same for all samples")
+            if batch_dims(self.types[value.name]) != (places.get(key, 0),):
+                return self.unknown("the batch is not the dimension of the sequences")
+        return Kind("pooled", int(reduction(given) == "sum"))
 
     def _contraction(self, name: str) -> Kind:
         """A product of tensors that sums over the batch."""

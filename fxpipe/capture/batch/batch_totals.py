@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from fxpipe.capture.tracing.data_sizes import mask_of, product
 from fxpipe.capture.tracing.value_names import Names
 from fxpipe.ir.graph.dead_code import without_dead_ops
-from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called
-from fxpipe.ir.graph.op_arguments import arguments
-from fxpipe.ir.graph.ops import LABEL_LOSSES, WEIGHTED_LOSSES
-from fxpipe.ir.graph.value_types import TensorType, tensors
+from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called, map_leaves, op_name, refs
+from fxpipe.ir.graph.op_arguments import argument, arguments
+from fxpipe.ir.graph.ops import DIVIDE, ELEMENTWISE_LOSSES, LABEL_LOSSES, MULTIPLY, ROW_LOSSES, SIZES, WEIGHTED_LOSSES
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType, tensors
 
 from .batch_dimension import follow
 from .batch_facts import batch_dims
@@ -34,6 +35,7 @@ from .batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reductio
 from .loss_parts import COMBINED, needed, unknown_parts, with_named_parts, with_unknown_parts
 from .mean_shares import with_shares
 from .mixed_samples import Reduce, said
+from .selected_rows import rows_each, selected
 
 
 def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
@@ -78,7 +80,8 @@ def _with_sums(graph: Graph, names: set[str]) -> Graph:
     name = Names(graph.types)
     ops: list[Op] = []
     for op in graph.ops:
-        make = _divided(op, graph, known, made) if op.name in names else None
+        ways = (_divided, _over_rows, _with_counted_sizes) if op.name in names else ()
+        make = next((found for way in ways if (found := way(op, graph, known, made)) is not None), None)
         ops += make(name) if make is not None else [op]
     return replace(graph, ops=tuple(ops))
 
@@ -101,6 +104,73 @@ def _divided(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> C
     if any(isinstance(given[key], Ref) and given[key].name not in known for key in ("target", "weight")):
         return None
     return lambda name: Writer(op, graph, name).by_labels(given)
+
+
+def _over_rows(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> Callable[[Names], list[Op]] | None:
+    """A function that writes a mean over rows that a mask selects as a sum divided by a total; None as above."""
+    if called(op) not in {"mean", *LABEL_LOSSES, *ROW_LOSSES, *ELEMENTWISE_LOSSES} or batch_dims(op.type):
+        return None
+    values = [ref.name for ref in op.args[:2] if isinstance(ref, Ref) and selected(graph.types[ref.name])]
+    shapes = {kind.shape for name in values if isinstance(kind := graph.types[name], TensorType)}
+    mask = _mask(graph, selected(graph.types[values[0]])) if values else None
+    if mask is None or mask not in known or len(shapes) > 1:
+        return None
+    kind, dims = graph.types[values[0]], None
+    assert isinstance(kind, TensorType)
+    if called(op) == "mean":
+        along = argument(op, 1, "dim")
+        along = (along,) if isinstance(along, int) else along
+        dims = None if along is None else frozenset(dim % len(kind.shape) for dim in along)
+    else:
+        given = arguments(op)
+        how, weighted = reduction(given), given.get("weight") is not None and called(op) in WEIGHTED_LOSSES
+        if how not in ("mean", "batchmean") or weighted:
+            return None
+        if called(op) in LABEL_LOSSES and (len(kind.shape) != 2 or labels_may_be_ignored(op, graph.types, made)):
+            return None
+        if how == "batchmean" or called(op) in LABEL_LOSSES | ROW_LOSSES:
+            dims = frozenset(batch_dims(kind))
+    each = rows_each(kind, dims)
+    return None if each is None else lambda name: Writer(op, graph, name).by_rows(mask, each)
+
+
+def _with_counted_sizes(
+    op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]
+) -> Callable[[Names], list[Op]] | None:
+    """A function that writes a quotient by how many rows a mask selects, `x.sum() / x.shape[0]`, as one by a total."""
+    if op_name(op) not in DIVIDE | MULTIPLY or batch_dims(op.type) or not isinstance(op.type, TensorType):
+        return None
+    sizes = [ref.name for ref in refs(op.args) if isinstance(graph.types[ref.name], ScalarType)]
+    writer = Writer(op, graph, Names(graph.types))
+    if not any(writer.counted(size, known, made) for size in sizes):
+        return None
+
+    def write(name: Names) -> list[Op]:
+        writer = Writer(op, graph, name)
+        found = {size: ops for size in sizes if (ops := writer.counted(size, known, made))}
+        args = map_leaves(op.args, lambda leaf: Ref(found[leaf.name][-1].name) if _is_of(leaf, found) else leaf)
+        return [*(one for ops in found.values() for one in ops), replace(op, args=args)]
+
+    return write
+
+
+def _is_of(leaf: Any, found: Mapping[str, list[Op]]) -> bool:
+    return isinstance(leaf, Ref) and leaf.name in found
+
+
+def _mask(graph: Graph, names: frozenset[str]) -> str | None:
+    """The mask that selects rows of this name, if there is one and it has an element for each."""
+    for op in graph.ops:
+        mask = mask_of(op, graph.types)
+        if mask is not None and names == selected(op.type) - selected(graph.types[mask]):
+            return mask if op_name(op) != "masked_select" or _is_whole(op, graph.types[mask]) else None
+    return None
+
+
+def _is_whole(op: Op, mask: ValueType) -> bool:
+    """Whether the mask of a `masked_select` has an element for each that it selects."""
+    bounds = {dim.partition("<=")[2] for kind in tensors(op.type) for dim in kind.shape if isinstance(dim, str)}
+    return isinstance(mask, TensorType) and bounds == {product(mask.shape)}
 
 
 @dataclass
@@ -140,6 +210,43 @@ class Writer:
         """`loss / weight.sum()`."""
         total = self._make("weights", "sum", (weight,), replace(self._tensor(weight), shape=()))
         return [total, *self._quotient(Ref(total.name))]
+
+    def by_rows(self, mask: str, each: int) -> list[Op]:
+        """`loss / rows`, where `rows` are the elements over which it is a mean."""
+        counted = self._rows(mask, each)
+        if called(self.op) != "mean":
+            return [*counted, *self._quotient(Ref(counted[-1].name))]
+        whole = self._tensor(Ref(self.op.reads[0]))
+        parts = replace(self.op, name=self.name(self.op.name), target=operator.truediv, kwargs={}, type=whole)
+        parts = replace(parts, args=(self.op.args[0], Ref(counted[-1].name)))
+        summed = "sum" if isinstance(self.op.target, str) else torch.sum
+        return [*counted, parts, replace(self.op, target=summed, args=(Ref(parts.name), *self.op.args[1:]))]
+
+    def counted(self, size: str, known: set[str], made: Mapping[str, Op]) -> list[Op]:
+        """The ops that compute a number from how many rows a mask selects, as far as data alone tells; else none."""
+        op = made.get(size)
+        if op is None:
+            return []
+        if op_name(op) in SIZES and isinstance(op.args[0], Ref):
+            kind = self.graph.types[op.args[0].name]
+            mask, dim = _mask(self.graph, selected(kind)) if selected(kind) else None, argument(op, 1, "dim")
+            each = rows_each(kind, None if dim is None else frozenset({dim % len(kind.shape)})) if mask else None  # type: ignore[union-attr]
+            if mask is None or mask not in known or not each:
+                return []
+            *ops, total = self._rows(mask, each)
+            return [*ops, total, replace(op, name=self.name(op.name), target="item", args=(Ref(total.name),))]
+        inside = {ref.name: ops for ref in refs(op.args) if (ops := self.counted(ref.name, known, made))}
+        if not inside:
+            return []
+        args = map_leaves(op.args, lambda leaf: Ref(inside[leaf.name][-1].name) if _is_of(leaf, inside) else leaf)
+        return [*(one for ops in inside.values() for one in ops), replace(op, name=self.name(op.name), args=args)]
+
+    def _rows(self, mask: str, each: int) -> list[Op]:
+        """How many elements there are, of which each row that the mask selects has `each`."""
+        kind = replace(self._tensor(Ref(mask)), dtype="i64", shape=(), grad=False)
+        rows = self._make("rows", "count_nonzero", (Ref(mask),), kind)
+        total = self._make("elements", operator.mul, (Ref(rows.name), each), kind)
+        return [rows] if each == 1 else [rows, total]
 
     def _quotient(self, total: Ref) -> list[Op]:
         """The sum over the samples, divided by the total. In float16, where the sum may overflow, the sum of the

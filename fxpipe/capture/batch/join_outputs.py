@@ -33,7 +33,7 @@ def check_shapes(graph: Graph, values: Sequence[str]) -> None:
         for kind in tensors(op.type):
             names = {name for dim in kind.shape for name in dim_names(dim)} - known
             if any(map(FROM_VALUES.fullmatch, names)):
-                advice = "write x * mask or torch.where(mask, x, 0) in place of x[mask]"
+                advice = "select by a mask, as in x[mask], or keep the shape, as in torch.where(mask, x, 0)"
                 raise refuse(
                     op, f"makes {without_symbols(kind)}, whose shape depends on the values of a tensor", advice
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.ir.graph.value_types import ScalarType, TensorType
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, sized_by_data
 
 from .batch_dimension import follow
 from .batch_facts import batch_dims, multiple
@@ -20,7 +20,7 @@ def sample_dims(graph: Graph) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for name, kind in flow.types.items():
         dims = batch_dims(kind)
-        if isinstance(kind, TensorType) and dims:
+        if isinstance(kind, TensorType) and dims and not sized_by_data(kind):
             whole = len(dims) == 1 and multiple(kind.shape[dims[0]]) is not None
             if whole and flow.outer.get(name, 1) == 1 and name not in flow.counted and name not in flow.sorted:
                 found[name] = dims[0]

@@ -63,6 +63,7 @@ SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
     "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
     "allow_empty_graphs": True,  # nn.Identity
+    "capture_dynamic_output_shape_ops": True,  # x[mask], as far as a size that data decides can be followed
     # A shortcut of the guards of modules, which does not see that a variable of a closure has changed.
     "use_recursive_dict_tags_for_guards": False,
     "recompile_limit": MOST_TRACES,

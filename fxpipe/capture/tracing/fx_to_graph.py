@@ -12,7 +12,6 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.batch.squeeze_batch import with_named_squeezes
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import at, line_of, without_symbols
 from fxpipe.capture.opaque.opaque_gradients import with_possible_gradients
@@ -25,12 +24,14 @@ from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import VMAP, TensorType, ValueType
 
+from .data_sizes import with_named_data_sizes
 from .dynamo import Traced
 from .effects.op_effects import SET_DATA, Step, steps
 from .layers.layer_values import Known
 from .placeholders import Builder, add_inputs, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
 from .rewriting.written_inputs import WrittenInputs, why_kept, with_copies
+from .squeeze_batch import with_named_squeezes
 from .symbolic_sizes import text, type_of
 from .value_names import named_sizes
 
@@ -117,7 +118,7 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call, tell_
     inputs, sizes, states, ops = tuple(build.inputs), tuple(build.sizes), tuple(build.states), tuple(build.ops)
     first = traced.module.meta.get(CHECKPOINTED)
     graph = Graph(owner.name, owner.training, inputs, sizes, states, ops, (), ((), {}), None, checkpointed=first)
-    graph, squeezed = with_named_squeezes(graph)
+    graph, squeezed = with_named_squeezes(with_named_data_sizes(graph))
     if torch.is_grad_enabled():
         graph = with_possible_gradients(graph)
     held = {build.first[node]: value for node, value in zip(placeholders, flat, strict=True) if node in build.first}

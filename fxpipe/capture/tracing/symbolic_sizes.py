@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.value_types import IN_VMAP, Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 
 from .layers.layer_values import Known
@@ -37,7 +38,8 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
     """A size as the graph says it: an int, or an expression over size names."""
     if not isinstance(value, torch.SymInt):
         return int(value)
-    expression = value.node.expr
+    # Of sizes that data decides, which torch takes to be equal where an op needs it, each keeps its own symbol.
+    expression = value.node._expr if depends_on_data(value) else value.node.expr
     if isinstance(expression, sympy.Symbol):
         return names.get(expression, str(expression.name))
     if expression.is_number:

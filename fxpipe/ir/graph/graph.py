@@ -24,7 +24,7 @@ from typing import Any
 
 from fxpipe.errors import file_name
 
-from .value_types import ObjectType, ScalarType, TensorType, ValueType
+from .value_types import ObjectType, ScalarType, TensorType, ValueType, sized_by_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +297,8 @@ def rename(op: Op, names: Mapping[str, str]) -> Op:
 
 
 def may_cross(type: ValueType) -> bool:
-    """Whether a value of this type may move from one stage to another: tensors and plain numbers may."""
-    return isinstance(type, (TensorType, ScalarType))
+    """Whether a value of this type may move from one stage to another: tensors of known sizes and plain numbers may."""
+    return isinstance(type, (TensorType, ScalarType)) and not sized_by_data(type)
 
 
 UNKNOWN = "?"  # a condition on a value without a name

@@ -60,7 +60,7 @@ LIKE = _names("""
     randn_like zeros_like
 """)
 ZEROS = _names("zeros zeros_like new_zeros")
-SIZES = _names("size numel sym_size sym_numel")
+SIZES = _names("size numel sym_size sym_size.int sym_numel")
 CONCATENATIONS = _names("cat concat concatenate")
 JOINS = _names("stack hstack vstack", CONCATENATIONS)
 MATMULS = _names("linear matmul mm bmm mv dot vdot inner __matmul__")
@@ -103,12 +103,15 @@ LOOKUP = {
     "index_select": 1, "gather": 1, "take_along_dim": 2, "scatter": 1, "scatter_add": 1, "scatter_reduce": 1,
     "index_add": 1, "index_copy": 1, "index_fill": 1,
 }  # fmt: skip
-INDEXING = _names("getitem index_select gather take_along_dim setitem scatter scatter_ index_put embedding")
+INDEXING = _names("""
+    getitem index_select gather take_along_dim setitem scatter scatter_add scatter_reduce index_put index_add index_copy
+    index_fill embedding
+""")
 # Linear ops in the first argument: applied before or after a sum over samples they give the same, if the other
 # arguments are the same for all samples.
 _LINEAR = """
-    neg negative positive clone contiguous detach alias requires_grad_ to type type_as float double half bfloat16 cpu
-    cuda sym_float expand expand_as broadcast_to movedim getitem select narrow index_select sum mean cumsum trace
+    neg negative positive clone contiguous detach alias item requires_grad_ to type type_as float double half bfloat16
+    cpu cuda sym_float expand expand_as broadcast_to movedim getitem select narrow index_select sum mean cumsum trace
     diagonal flip roll repeat tile tensor as_tensor scalar_tensor
 """
 LINEAR = _names(_LINEAR, RESHAPES, PERMUTATIONS, PIECES)

@@ -3,6 +3,9 @@
 Shapes are symbolic where the model allows any size: a dimension is an int or an expression over size names, as in
 `f32[b, 3, h, 2*b]`. Expressions stay text, because they are printed far more often than computed; `dim_size` computes
 one, given numbers for its names. Nothing here imports torch, so that planners can read types too.
+
+A size that values of tensors decide has a name of its own and a bound, over the names of others: `x[mask]` is
+`f32[u0<=12*b, 8]`. Plans compute with the bound.
 """
 
 from __future__ import annotations
@@ -130,14 +133,39 @@ def dim_names(dim: Dim) -> tuple[str, ...]:
     if isinstance(dim, int):
         return ()
     names = {node.id for node in ast.walk(_parse(dim)) if isinstance(node, ast.Name)}
-    return tuple(sorted(names - _FUNCTIONS.keys()))
+    bounded = (node.left for node in ast.walk(_parse(dim)) if isinstance(node, ast.Compare)) if "<=" in dim else ()
+    return tuple(sorted(names - _FUNCTIONS.keys() - {left.id for left in bounded if isinstance(left, ast.Name)}))
+
+
+@lru_cache(maxsize=4096)
+def data_sizes(dim: Dim) -> frozenset[str]:
+    """The names of the sizes in a dimension that values of tensors decide, without those in their bounds.
+
+    >>> sorted(data_sizes("2*(u0<=12*b)"))
+    ['u0']
+    """
+    if isinstance(dim, int) or "<=" not in dim:
+        return frozenset()
+    outermost: list[ast.AST] = [_parse(dim)]
+    found = set[str]()
+    for node in outermost:
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name):
+            found.add(node.left.id)
+        else:
+            outermost.extend(ast.iter_child_nodes(node))
+    return frozenset(found)
+
+
+def sized_by_data(type: ValueType) -> bool:
+    """Whether a size of a tensor in `type` is known only when the op that makes it has run."""
+    return any(isinstance(dim, str) and "<=" in dim for tensor in tensors(type) for dim in tensor.shape)
 
 
 def dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The number a dimension stands for.
+    """The number a dimension stands for; of a size that data decides the bound, unless it is given.
 
-    >>> dim_size("2*b + s1//2", {"b": 4, "s1": 6})
-    11
+    >>> dim_size("2*b + s1//2", {"b": 4, "s1": 6}), dim_size("u0<=12*b", {"b": 4})
+    (11, 48)
     """
     if isinstance(dim, int):
         return dim
@@ -178,6 +206,8 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
             return _OPERATORS[type(op)](_evaluate(left, sizes), _evaluate(right, sizes))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_evaluate(operand, sizes))
+        case ast.Compare(left=ast.Name(id=name), ops=[ast.LtE()], comparators=[bound]):
+            return sizes[name] if name in sizes else _evaluate(bound, sizes)
         case ast.Call(func=ast.Name(id=name), args=args) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_evaluate(arg, sizes) for arg in args))
     raise ValueError(f"cannot compute the size {ast.unparse(node)!r} from {dict(sizes)}")

@@ -287,8 +287,9 @@ def _check_move(program: Program, move: Move) -> None:
     n = len(program.stages)
     if not -1 <= move.source < move.target <= n:
         raise ValueError(f"the move {move} does not go forward within {n} stages")
-    if not may_cross(program.types[move.value]):
-        raise ValueError(f"the move {move} carries a {program.types[move.value]}, which cannot leave its stage")
+    kind = program.types[move.value]
+    if not (may_cross(kind) or (move.target == n and isinstance(kind, TensorType))):
+        raise ValueError(f"the move {move} carries a {kind}, which cannot leave its stage")
     if move.source >= 0 and move.given not in program.stages[move.source].gives:
         raise ValueError(f"the move {move}: stage {move.source} does not give {move.given!r}")
 

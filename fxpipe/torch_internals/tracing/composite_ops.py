@@ -1,7 +1,8 @@
-"""Ops that torch composes of other ops in C++, which turns a symbolic batch size into a number.
+"""Ops that torch composes of other ops in C++, which turns a symbolic batch size into a number, or asks for values.
 
-A graph with such an op would be valid for one batch size only. While a model is traced, these ops are composed in
-Python instead, where sizes may be symbols. Only shapes and types come from here: stages run torch's own ops.
+A graph with such an op would be valid for one batch size only, or there would be none. While a model is traced, these
+ops are composed in Python instead, where sizes may be symbols. Only shapes and types come from here: stages run torch's
+own ops.
 
 Recurrent layers are traced by their first step only. To find the shapes of an LSTM's results, torch runs all its steps
 in Python, which takes minutes for a second of sound; but all steps have the same shapes. torch applies no dropout
@@ -31,7 +32,7 @@ COMPOSITES = Capability(
         "torch.ops.aten.kron.default._dispatch_cache",
     ),
     since="2.0",
-    without="models with take_along_dim, kron or multi_dot are captured for each batch size, or refused",
+    without="models with take_along_dim, kron, multi_dot or ctc_loss are captured for each batch size, or refused",
 )
 RECURRENT_STEPS = Capability(
     what="the steps of recurrent layers in Python",
@@ -62,6 +63,19 @@ def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
     return reduce(torch.matmul, tensors)
 
 
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    of_each = log_probs.sum((0, 2)) if log_probs.dim() == 3 else log_probs.sum()
+    return of_each.sum() if reduction else of_each
+
+
 def _put(sizes: Sizes, at: int, size: Any) -> list[Any]:
     return [*sizes[:at], size, *sizes[at + 1 :]]
 
@@ -70,6 +84,7 @@ OPS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.take_along_dim.default: take_along_dim,
     torch.ops.aten.kron.default: kron,
     torch.ops.aten.linalg_multi_dot.default: multi_dot,
+    torch.ops.aten.ctc_loss.Tensor: ctc_loss,
 }
 
 

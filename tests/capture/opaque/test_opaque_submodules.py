@@ -110,12 +110,12 @@ class Generator(Branch):
         return x
 
 
-class Nonzero(Branch):
+class Distinct(Branch):
     """Inside, a shape that depends on the data; outside, none."""
 
     def forward(self, x):
-        rows, columns = torch.where(x > 0)
-        return torch.zeros_like(x).index_put((rows, columns), self.fc(x)[rows, columns])
+        signs, place = torch.unique(x.detach().sign(), return_inverse=True)
+        return self.fc(x) * signs[place]
 
 
 class Cube(torch.autograd.Function):
@@ -228,7 +228,7 @@ class Nests(nn.Module):
 
 
 BREAKS = [
-    Branch, Item, Numpy, Prints, Logs, Locked, Tries, Generator, Nonzero, OwnBackward, Packed, Unpacks, Counts, Wants,
+    Branch, Item, Numpy, Prints, Logs, Locked, Tries, Generator, Distinct, OwnBackward, Packed, Unpacks, Counts, Wants,
     Frozen, Transposes, Nests,
 ]  # fmt: skip
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fxpipe.capture.batch.batch_facts import batch_dims
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called
 from fxpipe.ir.graph.value_types import TensorType, ValueType
-
-from .batch_facts import batch_dims
 
 
 def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:
