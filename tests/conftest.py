@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, busy workers become ten times slower
 
@@ -35,6 +36,7 @@ OF_MODELS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code prints now")
+    parser.addoption("--part", default="1/1", help="1/3, 2/3 or 3/3: a third of the tests that would run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,11 +89,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow and long tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
+    """Slow and long tests are there only when asked for by `-m`; `--part` leaves a part of all. Tests that need a GPU
+    say so where there is none."""
     asked = config.getoption("-m")
     marks = {item: next(filter(item.get_closest_marker, ("long", "slow")), "") for item in items}
-    config.hook.pytest_deselected(items=[item for item, mark in marks.items() if mark not in asked])
-    items[:] = [item for item, mark in marks.items() if mark in asked]
+    part, parts = map(int, config.getoption("--part").split("/"))
+    in_part = {item: crc32(item.nodeid.encode()) % parts == part % parts for item in items}
+    wanted = {item: mark in asked and in_part[item] for item, mark in marks.items()}
+    config.hook.pytest_deselected(items=[item for item in items if not wanted[item]])
+    items[:] = [item for item in items if wanted[item]]
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

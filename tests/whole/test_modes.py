@@ -551,7 +551,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {"asks": Asks, "encoder": Encoder, "n
 NETS |= {"layers": lambda: nn.Sequential(*(Asks() for _ in range(4)))}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_slow(range(4), (0).__eq__))
 @pytest.mark.parametrize("name", NETS)
 def test_modes_in_any_order(name: str, seed: int) -> None:
     rng = Random(f"{name} {seed}")

@@ -18,7 +18,7 @@ An op can only mix samples of one micro-batch. Its results may still be outputs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -26,9 +26,11 @@ from fxpipe.capture.capture_errors import refuse
 from fxpipe.capture.tracing.data_sizes import first_equal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
+from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import (
     ALONG,
     ARITHMETIC,
+    BEHIND,
     JOINS,
     LIKE,
     PIECES,
@@ -36,6 +38,7 @@ from fxpipe.ir.graph.ops import (
     RECURRENT,
     RESHAPES,
     SIZES,
+    WITHIN_LAST,
 )
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, sized_by_data, tensors
 from fxpipe.ir.once import once
@@ -47,6 +50,8 @@ from .sorted_rows import follow_sorted
 
 # Ops that work element by element, also in a vmap.
 PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
+DEFAULT_DIMS = {"normalize": (1,), "rot90": (0, 1), "flipud": (0,), "fliplr": (1,), "msort": (0,)}
+DEFAULT_DIMS |= {"fft_fft2": (-2, -1), "fft_ifft2": (-2, -1)}
 ASKS = SIZES | {"getattr", "dim", "ndimension", "stride", "__get__"}  # ops that read only the sizes of a tensor
 
 
@@ -64,6 +69,9 @@ def follow(graph: Graph) -> Flow:
         if op.name in meant:
             flow.mixed.pop(op.name, None)
         written = set(op.writes)
+        for name in written - {op.name}:
+            flow.places.pop(name, None)
+            flow.masks.pop(name, None)
         if written and not written - states:
             for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled, flow.sorted):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
@@ -93,6 +101,8 @@ def _follow(op: Op, flow: Flow) -> None:
         if dims and called(op) in COUNT | SHUFFLE:
             flow.counted[op.name] = op
         _check(op, flow, (count,))
+        if dims:
+            flow.outer[op.name] = _outer(op, flow)
         return
     flow.depends.add(op.name)
     _check(op, flow, CHECKS)
@@ -148,6 +158,8 @@ def _check_dimension(op: Op, flow: Flow) -> None:
     if name in ALONG:
         if batch in [dim % len(kind.shape) for dim in _along(op, name, len(kind.shape))]:
             raise Mixes(op, f"{name} runs along the batch, dimension {batch} of {kind}")
+    elif batch in _mixed_dims(op, name, len(kind.shape), flow):
+        raise Mixes(op, f"{name} runs over dimension {batch} of {kind}, which is the batch")
     elif name == "getitem" and isinstance(item_at(op.args[1], batch, flow), Ref):
         return  # each is looked up by its number, or selected
     elif name in PIECES or name in ("getitem", "narrow", "select"):
@@ -166,11 +178,50 @@ def _along(op: Op, name: str, rank: int) -> Iterable[int]:
         given = op.args[position:]  # x.flip(0, 1)
     if given is not None:
         return _ints(given)
-    if name == "roll":
+    if name in ("roll", "fft_fftn", "fft_ifftn", "gradient"):
         return range(rank)
     if name in ("softmax", "log_softmax", "softmin"):
         return (0,) if rank in (1, 3) else (1,)
-    return {"normalize": (1,), "rot90": (0, 1)}.get(name, (-1,))
+    return DEFAULT_DIMS.get(name, (-1,))
+
+
+def _mixed_dims(op: Op, name: str, rank: int, flow: Flow) -> Collection[int]:
+    """The dimensions of the first argument that an op mixes, unless it has as many groups as the batch has of it."""
+    groups = [argument(op, 6, "groups"), argument(op, 7, "groups"), argument(op, 1, "num_groups")]
+    if any(isinstance(one, Ref) and one.name in flow.sizes for one in groups):
+        return ()
+    if name == "as_strided" and _keeps_stride(op, flow):
+        return ()
+    if name in ("as_strided", "renorm", "multi_head_attention_forward"):
+        each = {"renorm": argument(op, 2, "dim"), "multi_head_attention_forward": 1 if rank == 3 else None}.get(name)
+        return set(range(rank)) - {each % rank if isinstance(each, int) else None}
+    last = WITHIN_LAST.get(name, 0)
+    if name in ("layer_norm", "rms_norm"):
+        shape = argument(op, 1, "normalized_shape")
+        last = len(shape) if isinstance(shape, (tuple, list)) else 1
+    return range(BEHIND[name], rank) if name in BEHIND else range(rank - last, rank)
+
+
+def _keeps_stride(op: Op, flow: Flow) -> bool:
+    """Whether an `as_strided` goes from sample to sample as its argument does, as far as that is known."""
+    kind, strides, dims = flow.types[op.args[0].name], argument(op, 2, "stride"), batch_dims(op.type)
+    if not isinstance(kind, TensorType) or not isinstance(strides, (tuple, list)) or len(dims) != 1:
+        return False
+    step = strides[dims[0]]
+    return not isinstance(step, int) or step == prod(number(size) for size in kind.shape[batch_dims(kind)[0] + 1 :])
+
+
+def _check_terms(op: Op, flow: Flow) -> None:
+    """Raise Mixes if an einsum sums over the samples of one operand, and keeps those of another."""
+    terms = op.args[0] if op_name(op) == "einsum" and op.args and isinstance(op.args[0], str) else ""
+    if "->" not in terms or "." in terms or not batch_dims(op.type):
+        return
+    letters = ["".join(term.split()) for term in terms.partition("->")[0].split(",")]
+    operands = list(refs(op.args[1:]))
+    if len(letters) == len(operands):
+        pairs = [(term, batch_dims(flow.types[one.name])) for term, one in zip(letters, operands, strict=True)]
+        if len({term[dims[0]] for term, dims in pairs if dims}) > 1:
+            raise Mixes(op, f"sums over samples in {terms!r}")
 
 
 def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
@@ -247,6 +298,7 @@ CHECKS = (
     _check_shape,
     _check_reshape,
     _check_dimension,
+    _check_terms,
     check_lookup,
     _check_time,
     _check_vmap,
@@ -277,9 +329,7 @@ def _outer(op: Op, flow: Flow) -> int:
     if (of_selection := outer_of_selection(op, flow)) is not None:
         return of_selection
     name = called(op)
-    sources = [
-        (source, flow.types[source]) for source in op.reads if source in flow.depends and batch_dims(flow.types[source])
-    ]
+    sources = [(source, flow.types[source]) for source in op.reads if batch_dims(flow.types[source])]
     if name in JOINS and _joins_along(op, kind, dim):
         joined = [ref.name for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
         alike = len({(_many(flow.types[one]), flow.outer.get(one, 1)) for one in joined}) == 1

@@ -252,7 +252,8 @@ class Follow:
     def _arithmetic(self, name: str) -> Kind:
         op = self.op
         if len(op.args) < 2 or not self._plain(op.kwargs):
-            return self.unknown()
+            read = [self.known[ref] for ref in op.reads]
+            return self._samples(name, read) if batch_dims(op.type) and name not in LINEAR else self.unknown()
         one, other = self._of(op.args[0]), self._of(op.args[1])
         if name in ADD:
             return self._sum([one, other])

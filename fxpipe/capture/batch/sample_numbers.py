@@ -66,7 +66,8 @@ def _places(op: Op, flow: Flow) -> Places | None:
     times = _factor(other, flow)
     if name in MULTIPLY and times:
         return Places(places.each * times, places.of)
-    if name in ("floordiv", "floor_divide") and times and places.each % times == 0:
+    floors = name in ("floordiv", "floor_divide") or (name == "div" and op.kwargs.get("rounding_mode") == "floor")
+    if floors and times and places.each % times == 0:
         return Places(places.each // times, places.of)
     if name not in ADD or "sub" in name or op.kwargs or places.each == 1:
         return None

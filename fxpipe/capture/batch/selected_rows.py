@@ -72,6 +72,7 @@ def check_selection(op: Op, flow: Flow) -> None:
                 raise Mixes(op, f"puts rows of {flow.types[value]} where a mask is true that has not selected them")
     elif mask is not None and (new := selected(op.type) - selected(flow.types[mask])):
         flow.masks[flow.equal.get(mask, mask)] = next(iter(new))
+        batched = [name for name in batched if selected(flow.types[name]) != new]  # beside the mask in an index
     elif op_name(op) == "ctc_loss" and _has_own_targets(op, flow):
         return
     if len({selected(flow.types[name]) for name in batched}) > 1:

@@ -91,8 +91,29 @@ ALONG = {
     "softmax": (1, "dim"), "log_softmax": (1, "dim"), "softmin": (1, "dim"), "gumbel_softmax": (3, "dim"),
     "cumsum": (1, "dim"), "cumprod": (1, "dim"), "cummax": (1, "dim"), "cummin": (1, "dim"), "logcumsumexp": (1, "dim"),
     "sort": (1, "dim"), "argsort": (1, "dim"), "topk": (2, "dim"), "flip": (1, "dims"), "roll": (2, "dims"),
-    "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "renorm": (2, "dim"), "rot90": (2, "dims"),
+    "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "rot90": (2, "dims"),
+    "flipud": (1, "dims"), "fliplr": (1, "dims"), "msort": (1, "dim"), "gradient": (9, "dim"),
 }  # fmt: skip
+_TRANSFORMS = "fft ifft rfft irfft hfft ihfft fft2 ifft2 fftn ifftn"
+ALONG |= {f"fft_{name}": (2, "dim") for name in sorted(_names(_TRANSFORMS))}
+# Ops that mix what is in some dimensions of their first argument: all but the first one, or two; or the last ones.
+_BEHIND_ONE = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm local_response_norm"
+_BEHIND_ONE += " grid_sample fold pixel_shuffle pixel_unshuffle channel_shuffle"
+BEHIND = dict.fromkeys(_names(_BEHIND_ONE), 1) | dict.fromkeys(_names("instance_norm interpolate upsample"), 2)
+_MATRICES = """
+    scaled_dot_product_attention triu tril fill_diagonal matrix_exp matrix_power inverse pinverse cholesky qr svd lu
+    linalg_matrix_exp linalg_matrix_power linalg_inv linalg_pinv linalg_cholesky linalg_qr linalg_svd linalg_eig
+    linalg_eigh linalg_lu linalg_solve linalg_lstsq
+"""
+WITHIN_LAST = (
+    dict.fromkeys(_names(_MATRICES), 2)
+    | {"stft": 1}
+    | {
+        f"{kind}_pool{dims}d": dims
+        for kind in ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
+        for dims in (1, 2, 3)
+    }
+)
 # Ops that treat each sample by itself unless they run over the batch dimension; and ops that always do.
 _OVER_DIMS = _names("amax amin argmax cumsum flip log_softmax mean normalize roll select softmax stack sum")
 OVER_DIMS = {name: ALONG.get(name, (1, "dim")) for name in sorted(_OVER_DIMS)}

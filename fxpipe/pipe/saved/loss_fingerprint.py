@@ -246,4 +246,8 @@ def _tensor(tensor: Tensor) -> str:
     if tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, nn.Parameter):
         return kind
     version = version_of(tensor), tensor.data_ptr()
-    return f"{kind} {_digest_once(tensor, version, lambda: bytes(tensor.detach().cpu().flatten().view(torch.uint8)))}"
+    return f"{kind} {_digest_once(tensor, version, lambda: bytes(_flat(tensor).view(torch.uint8)))}"
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten()

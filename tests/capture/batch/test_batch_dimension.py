@@ -67,6 +67,22 @@ PASSES = {
         lambda self, x: torch.concatenate([x.flatten(0, 1), x.view(-1, 4)], -1),
         [("f32[5*b, 8]", 0, None)],
     ),
+    "a convolution for each sample": (
+        lambda self, x: F.conv1d(x.view(1, -1, 4), x.view(-1, 1, 4)[..., :3], padding=1, groups=x.shape[0] * 5),
+        [("f32[1, 5*b, 4]", 1, None)],
+    ),
+    "rows of each sample, strided": (
+        lambda self, x: x.as_strided((x.shape[0], 2, 4, 4), (20, 4, 4, 1)),
+        [("f32[b, 2, 4, 4]", 0, None)],
+    ),
+    "numbers of rows, divided": (
+        lambda self, x: x.view(-1, 4)[torch.div(torch.arange(x.shape[0] * 5), 5, rounding_mode="floor") * 5 + 2],
+        [("f32[5*b, 4]", 0, None)],
+    ),
+    "attention of each sample, sequence first": (
+        lambda self, x: attention(x.transpose(0, 1).transpose(0, 1)),
+        [("f32[b, 5, 4]", 0, None)],
+    ),
     "raveled": (lambda self, x: x.ravel().exp().reshape_as(x), [("f32[b, 5, 4]", 0, None)]),
     "flattened, stacked": (
         lambda self, x: torch.stack([x.flatten(0, 1), x.view(-1, 4)], 1),
@@ -139,6 +155,20 @@ def summed(self, x):
     return x - total
 
 
+def row(x):
+    return x.mean(1).t()[None]
+
+
+def attention(x):
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def heads(x):
+    weight = torch.ones(12, 4), torch.ones(4, 4)
+    arguments = 4, 2, weight[0], None, None, None, False, 0.0, weight[1], None
+    return F.multi_head_attention_forward(x, x, x, *arguments, need_weights=False)[0]
+
+
 MIXES = {
     "centred": (lambda self, x: x - x.mean(0), "pools the batch into f32"),
     "summed up": (summed, "pools the batch into f32"),
@@ -180,6 +210,33 @@ MIXES = {
     "vmap of a mean": (lambda self, x: torch.vmap(lambda s: s * 2)(x.mean(0)) + x, "pools the batch into f32"),
     "vmap and a size": (lambda self, x: torch.vmap(lambda s: s / x.shape[0])(x), "computes with the batch size"),
     "lstm along the batch": (lambda self, x: recurrent(x, False), "the batch, for its steps"),
+    "attention over samples": (
+        lambda self, x: attention(x.mean(1)[None]),
+        "scaled_dot_product_attention runs over dim",
+    ),
+    "attention of torch's own": (
+        lambda self, x: heads(x.mean(1)),
+        "multi_head_attention_forward runs over dimension 0",
+    ),
+    "convolution over samples": (lambda self, x: F.conv1d(row(x), x.new_ones(4, 4, 3), padding=1), "conv1d runs over"),
+    "pool over samples": (lambda self, x: F.avg_pool1d(row(x), 3, 1, 1), "avg_pool1d runs over dimension 2"),
+    "norm over samples": (
+        lambda self, x: F.layer_norm(x.mean(1).t(), (x.shape[0],)),
+        "layer_norm runs over dimension 1",
+    ),
+    "norm of groups over samples": (lambda self, x: F.group_norm(row(x), 2), "group_norm runs over dimension 2"),
+    "transform over samples": (lambda self, x: torch.fft.fft(x, dim=0).real, "fft_fft runs along the batch"),
+    "transform over all": (lambda self, x: torch.fft.fftn(x).real, "fft_fftn runs along the batch"),
+    "triangle": (lambda self, x: x.mean(1).triu(), "triu runs over dimension 0"),
+    "renormed": (lambda self, x: torch.renorm(x, 2, 1, 1.0), "renorm runs over dimension 0"),
+    "strided": (lambda self, x: x.as_strided((x.shape[0], 4), (4, 1)), "as_strided runs over dimension 0"),
+    "terms": (lambda self, x: torch.einsum("bti,cti->ci", x, x), "sums over samples in 'bti,cti->ci'"),
+    "taken apart": (lambda self, x: x.flatten().view(4, -1).sum(0), "takes samples apart"),
+    "two orders": (
+        lambda self, x: (torch.cat([x, x]) * x.repeat_interleave(2, 0)).view(2, -1, 5, 4),
+        "different orders",
+    ),
+    "the next sample": (lambda self, x: x[(torch.arange(x.shape[0]) + 1) % x.shape[0]], "by their number"),
     "covariance": (lambda self, x: x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)), "pools the batch into f32"),
 }
 REFUSED = {

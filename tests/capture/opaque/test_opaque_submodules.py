@@ -788,7 +788,7 @@ class Encodes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("rows", [(), (5,), (0, 1, 2, 3, 4, 5, 6, 7)])
+@pytest.mark.parametrize("rows", mostly_slow([[], [5], [*range(8)]], [5].__eq__))
 def test_a_truth_that_depends_on_data_is_given_to_what_is_kept_whole(rows):
     """It is another one in each micro-batch. All of the encoder was kept whole before."""
     torch.manual_seed(0)

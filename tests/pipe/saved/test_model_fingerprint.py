@@ -120,6 +120,18 @@ def test_what_forward_uses_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         check_fits(known, Net())
 
 
+def test_a_global_tensor_of_any_layout_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second number of a tensor, as `x.real` of a complex one; the same numbers without gaps are the same."""
+    gaps = torch.arange(8.0)[::2]
+    monkeypatch.setitem(globals(), "SCALE", gaps)
+    known = fingerprint(Net())
+    monkeypatch.setitem(globals(), "SCALE", gaps.clone())
+    check_fits(known, Net())
+    monkeypatch.setitem(globals(), "SCALE", gaps + 1)
+    with pytest.raises(PackageError, match="SCALE differs"):
+        check_fits(known, Net())
+
+
 def test_what_decides_no_value_does_not_count() -> None:
     model = Net()
     model.blocks[0].calls, model.blocks[1].note = 7, "second"

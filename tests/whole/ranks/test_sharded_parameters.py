@@ -16,6 +16,7 @@ def test_steps_are_the_models(pool: Pool) -> None:
     pool.run(sharded_parameters.step_is_the_models, (2, 2), "1f1b", "except_last")
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_share_of_the_parameters(pool: Pool) -> None:
     """Between steps a half, or a fourth, of parameters and gradients; in a step one layer is gathered."""
     assert pool.run(sharded_parameters.memory, (2, 2)) == [(1 / 2, 1, 1 / 2)] * 4
