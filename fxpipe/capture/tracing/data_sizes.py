@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, map_leaves, op_name, refs
@@ -49,12 +50,15 @@ def with_named_data_sizes(graph: Graph) -> Graph:
         return graph
     types, first, texts = dict(graph.types), first_equal(graph), dict[str, str]()
     known: dict[Any, str] = {}
+    names = (name for number in count() if (name := f"u{number}") not in given)
     for op in graph.ops:
         new = set().union(*_unnamed(op.type)) - given - texts.keys()
         mask = mask_of(op, types) if len(new) == 1 else None
         if mask is not None and (shape := _selected(op, mask, types)) is not None:
             key = first[mask], shape
-            texts[new.pop()] = known.setdefault(key, f"u{len(known)}<={product(shape)}")
+            if key not in known:
+                known[key] = f"{next(names)}<={product(shape)}"
+            texts[new.pop()] = known[key]
         types[op.name] = _named(types[op.name], texts)
     return replace(graph, ops=tuple(replace(op, type=types[op.name]) for op in graph.ops))
 
