@@ -40,7 +40,7 @@ from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.opaque.learn_outputs import run_plainly
-from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
+from fxpipe.capture.opaque.opaque_submodules import Pieces, without_bound
 from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
 from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
@@ -248,7 +248,7 @@ class CallCapture:
                 self.anew()
                 self.ways.used |= {"values"}
                 return self._completed(request, run)
-            refused = None if draft is None else sized_by_data(draft.graph, self.twins)
+            refused = None if draft is None else without_bound(draft.graph, self.twins)
             if refused is None or self._another_way(now, [refused]) is None:
                 raise
             self.anew()

@@ -43,7 +43,7 @@ from fxpipe.ir.graph.ops import (
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, sized_by_data, tensors
 from fxpipe.ir.once import once
 
-from .batch_facts import Flow, Mixes, batch_dims, multiple, number
+from .batch_facts import Flow, Mixes, batch_dims, many, multiple, number
 from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at
 from .selected_rows import check_selection, outer_of_selection
 from .sorted_rows import follow_sorted
@@ -186,20 +186,22 @@ def _along(op: Op, name: str, rank: int) -> Iterable[int]:
 
 
 def _mixed_dims(op: Op, name: str, rank: int, flow: Flow) -> Collection[int]:
-    """The dimensions of the first argument that an op mixes, unless it has as many groups as the batch has of it."""
-    groups = [argument(op, 6, "groups"), argument(op, 7, "groups"), argument(op, 1, "num_groups")]
-    if any(isinstance(one, Ref) and one.name in flow.sizes for one in groups):
-        return ()
-    if name == "as_strided" and _keeps_stride(op, flow):
-        return ()
-    if name in ("as_strided", "renorm", "multi_head_attention_forward"):
-        each = {"renorm": argument(op, 2, "dim"), "multi_head_attention_forward": 1 if rank == 3 else None}.get(name)
-        return set(range(rank)) - {each % rank if isinstance(each, int) else None}
-    last = WITHIN_LAST.get(name, 0)
+    """The dimensions of the first argument that an op mixes."""
+    if name in BEHIND:
+        groups = [argument(op, 6, "groups"), argument(op, 7, "groups"), argument(op, 1, "num_groups")]
+        alone = any(isinstance(one, Ref) and one.name in flow.sizes for one in groups)  # each sample has its own groups
+        return () if alone else range(BEHIND[name], rank)
+    if name == "as_strided":
+        return () if _keeps_stride(op, flow) else range(rank)
+    if name == "renorm":
+        dim = argument(op, 2, "dim")
+        return [other for other in range(rank) if other != dim % rank]
+    if name == "multi_head_attention_forward":
+        return (0, 2) if rank == 3 else range(rank)
     if name in ("layer_norm", "rms_norm"):
         shape = argument(op, 1, "normalized_shape")
-        last = len(shape) if isinstance(shape, (tuple, list)) else 1
-    return range(BEHIND[name], rank) if name in BEHIND else range(rank - last, rank)
+        return range(rank - (len(shape) if isinstance(shape, (tuple, list)) else 1), rank)
+    return range(rank - WITHIN_LAST.get(name, 0), rank)
 
 
 def _keeps_stride(op: Op, flow: Flow) -> bool:
@@ -322,9 +324,8 @@ def _outer(op: Op, flow: Flow) -> int:
     """The size of what stands before the batch in its dimension of the result."""
     kinds = [kind for kind in tensors(op.type) if batch_dims(kind)]
     kind = kinds[0]
-    dim = batch_dims(kind)[0]
-    many = multiple(kind.shape[dim]) or 1
-    if many == 1:
+    dim, rows = batch_dims(kind)[0], many(kind) or 1
+    if rows == 1:
         return 1
     if (of_selection := outer_of_selection(op, flow)) is not None:
         return of_selection
@@ -332,10 +333,10 @@ def _outer(op: Op, flow: Flow) -> int:
     sources = [(source, flow.types[source]) for source in op.reads if batch_dims(flow.types[source])]
     if name in JOINS and _joins_along(op, kind, dim):
         joined = [ref.name for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
-        alike = len({(_many(flow.types[one]), flow.outer.get(one, 1)) for one in joined}) == 1
-        return len(joined) * flow.outer.get(joined[0], 1) if alike else many
+        alike = len({(many(flow.types[one]), flow.outer.get(one, 1)) for one in joined}) == 1
+        return len(joined) * flow.outer.get(joined[0], 1) if alike else rows
     if name in ("repeat", "tile") and sources:
-        return many // (_many(sources[0][1]) or 1) * flow.outer.get(sources[0][0], 1)
+        return rows // (many(sources[0][1]) or 1) * flow.outer.get(sources[0][0], 1)
     if not sources:
         return 1
     source, type = sources[0]
@@ -345,11 +346,6 @@ def _outer(op: Op, flow: Flow) -> int:
         after = prod(number(size) for size in kind.shape[:dim])
         return max(1, before // after)
     return max(flow.outer.get(source, 1) for source, _ in sources)
-
-
-def _many(type: ValueType) -> int | None:
-    """The factor between the dimension with the batch and the batch."""
-    return next((multiple(kind.shape[dims[0]]) for kind in tensors(type) if (dims := batch_dims(kind))), None)
 
 
 def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:

@@ -108,6 +108,11 @@ def multiple(size: Dim) -> int | None:
     return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
 
 
+def many(type: ValueType) -> int | None:
+    """The factor between the dimension with the batch and the batch."""
+    return next((multiple(kind.shape[dims[0]]) for kind in tensors(type) if (dims := batch_dims(kind))), None)
+
+
 def number(size: Dim, rows: int = 1) -> int:
     """A dimension as a number, with `rows` for the batch and primes for other names, so that they differ."""
     primes = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)

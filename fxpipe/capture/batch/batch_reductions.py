@@ -99,10 +99,9 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
     known |= {size.name: Kind("same", int(size.name == BATCH)) for size in graph.sizes}
     known |= {state.name: SAME for state in graph.states}
     states = {state.name for state in graph.states}
-    made = {op.name: op for op in graph.ops}
     meant = {name: Kind("pooled", SUMS[how]) for name, how in graph.parts}
     for op in graph.ops:
-        kind = Follow(op, known, flow.types, made).kind()
+        kind = Follow(op, known, flow.types, flow.made).kind()
         if (op.name in flow.mixed or op.name in flow.sorted) and batch_dims(op.type):  # but one value for each sample
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif kind.what == "pooled" and op_name(op) not in INDEXING and flow.counted.keys() & set(op.reads):

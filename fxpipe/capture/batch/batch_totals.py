@@ -37,6 +37,8 @@ from .mean_shares import with_shares
 from .mixed_samples import Reduce, said
 from .selected_rows import rows_each, selected
 
+MEANS = {"mean"} | LABEL_LOSSES | ROW_LOSSES | ELEMENTWISE_LOSSES
+
 
 def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
     """The graph, rewritten so that as many as possible of its outputs `values` are sums or means of those of the
@@ -108,7 +110,7 @@ def _divided(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> C
 
 def _over_rows(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> Callable[[Names], list[Op]] | None:
     """A function that writes a mean over rows that a mask selects as a sum divided by a total; None as above."""
-    if called(op) not in {"mean", *LABEL_LOSSES, *ROW_LOSSES, *ELEMENTWISE_LOSSES} or batch_dims(op.type):
+    if called(op) not in MEANS or batch_dims(op.type):
         return None
     values = [ref.name for ref in op.args[:2] if isinstance(ref, Ref) and selected(graph.types[ref.name])]
     shapes = {kind.shape for name in values if isinstance(kind := graph.types[name], TensorType)}
@@ -141,8 +143,7 @@ def _with_counted_sizes(
     if op_name(op) not in DIVIDE | MULTIPLY or batch_dims(op.type) or not isinstance(op.type, TensorType):
         return None
     sizes = [ref.name for ref in refs(op.args) if isinstance(graph.types[ref.name], ScalarType)]
-    writer = Writer(op, graph, Names(graph.types))
-    if not any(writer.counted(size, known, made) for size in sizes):
+    if not any(Writer(op, graph, Names(graph.types)).counted(size, known, made) for size in sizes):
         return None
 
     def write(name: Names) -> list[Op]:

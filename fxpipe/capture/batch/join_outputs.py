@@ -5,14 +5,14 @@ An output is refused if it cannot be combined and the user has not said how.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.capture.capture_errors import refuse, without_symbols
+from fxpipe.capture.capture_errors import DATA_SIZES, refuse, without_symbols
+from fxpipe.capture.tracing.data_sizes import unnamed_sizes
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Output, is_opaque
-from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, dim_names, tensors
+from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, tensors
 
 from .batch_dimension import follow
 from .batch_facts import Flow, batch_dims, multiple
@@ -21,7 +21,6 @@ from .loss_parts import name_of, needed, unknown_parts
 from .mixed_samples import Reduce, find_mixed, said
 
 Sizes = Callable[[Mapping[str, int]], int]
-FROM_VALUES = re.compile(r"u\d+")  # torch's names of sizes that depend on values
 
 
 def check_shapes(graph: Graph, values: Sequence[str]) -> None:
@@ -31,12 +30,9 @@ def check_shapes(graph: Graph, values: Sequence[str]) -> None:
     needed = without_dead_ops(replace(graph, outputs=tuple(Output(value, None) for value in values)))
     for op in needed.ops:
         for kind in tensors(op.type):
-            names = {name for dim in kind.shape for name in dim_names(dim)} - known
-            if any(map(FROM_VALUES.fullmatch, names)):
-                advice = "select by a mask, as in x[mask], or keep the shape, as in torch.where(mask, x, 0)"
-                raise refuse(
-                    op, f"makes {without_symbols(kind)}, whose shape depends on the values of a tensor", advice
-                )
+            if unnamed_sizes(kind) - known:
+                what = f"makes {without_symbols(kind)}, whose shape depends on the values of a tensor"
+                raise refuse(op, what, DATA_SIZES[1])
 
 
 def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> Graph:

@@ -117,9 +117,7 @@ def _listed(op: Op, flow: Flow) -> Listed | None:
 
 def _takes_all(index: Any) -> bool:
     items = index if isinstance(index, tuple) else (index,)
-    return all(item is None or item is ... or item == slice(None) for item in items if not isinstance(item, Ref)) and (
-        not any(isinstance(item, Ref) for item in items)
-    )
+    return all(not isinstance(item, Ref) and (item is None or item is ... or item == slice(None)) for item in items)
 
 
 def _factor(value: Any, flow: Flow) -> int | None:

@@ -21,7 +21,7 @@ from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.ops import CASTS, JOINS
 from fxpipe.ir.graph.value_types import TensorType, ValueType, data_sizes, dim_size, tensors
 
-from .batch_facts import Flow, Mixes, batch_dims, multiple, number
+from .batch_facts import Flow, Mixes, batch_dims, many, number
 
 PUTS = {"setitem", "index_put", "masked_scatter"}
 
@@ -78,7 +78,7 @@ def check_selection(op: Op, flow: Flow) -> None:
     if len({selected(flow.types[name]) for name in batched}) > 1:
         kinds = ", ".join(str(flow.types[name]) for name in batched)
         raise Mixes(op, f"pairs rows that data selects with others: {kinds}")
-    orders = {flow.outer.get(name, 1) for name in batched if _rows(flow.types[name]) == _rows(op.type)}
+    orders = {flow.outer.get(name, 1) for name in batched if many(flow.types[name]) == many(op.type)}
     if len(orders) > 1 and op_name(op) not in JOINS:
         raise Mixes(op, "pairs rows of samples that are in different orders")
 
@@ -109,11 +109,6 @@ def _of_rows(mask: str, flow: Flow) -> str:
         mask = made.args[0].name
         made = flow.made.get(mask)
     return mask
-
-
-def _rows(kind: ValueType) -> int | None:
-    found = next(((tensor, dims[0]) for tensor in tensors(kind) if (dims := batch_dims(tensor))), None)
-    return None if found is None else multiple(found[0].shape[found[1]])
 
 
 def _has_own_targets(op: Op, flow: Flow) -> bool:

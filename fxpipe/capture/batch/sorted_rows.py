@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name
+from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import LIKE
 from fxpipe.ir.graph.value_types import Dim, TensorType, ValueType, in_vmap, tensors
 
@@ -53,7 +54,7 @@ def _sort(op: Op, flow: Flow) -> Sorted | None:
     if name not in ("sort", "argsort") or kind is None or len(kind.shape) != 1 or not multiple(kind.shape[0]):
         return None
     keys = op.args[0].name
-    if _argument(op, 2, "descending") or keys in flow.counted or flow.outer.get(keys, 1) > 1:
+    if argument(op, 2, "descending") or keys in flow.counted or flow.outer.get(keys, 1) > 1:
         return None
     sort = Mixes(op, f"{name} runs along the batch, dimension 0 of {kind}")
     return Sorted(sort, kind.shape[0], "pair" if name == "sort" else "positions")
@@ -61,7 +62,7 @@ def _sort(op: Op, flow: Flow) -> Sorted | None:
 
 def _of_sort(op: Op, flow: Flow) -> Sorted | None:
     """What an op makes of the keys or positions of a sort."""
-    of, name, other = _fact(op, 0, flow), op_name(op), _argument(op, 1, "other")
+    of, name, other = _fact(op, 0, flow), op_name(op), argument(op, 1, "other")
     if name == "setitem":
         at = _index(op, flow)
         if at is None or (at.holds, at.each) != ("positions", 1) or not _is_arange(op.args[2], flow):
@@ -76,7 +77,7 @@ def _of_sort(op: Op, flow: Flow) -> Sorted | None:
             return of
         case "positions", "floordiv" | "floor_divide" if of.each == 1 and isinstance(other, int) and other > 0:
             return replace(of, each=other)
-        case "positions", "argsort" if of.each == 1 and not _argument(op, 2, "descending"):
+        case "positions", "argsort" if of.each == 1 and not argument(op, 2, "descending"):
             return replace(of, holds="places")
         case "keys", "histc" if _a_bin_for_each(op):
             return replace(of, holds="counts")
@@ -87,8 +88,8 @@ def _of_sort(op: Op, flow: Flow) -> Sorted | None:
 
 def _a_bin_for_each(op: Op) -> bool:
     """Whether a `histc` counts each whole number from 0 on by itself."""
-    bins = _argument(op, 1, "bins") or 100
-    return (_argument(op, 2, "min"), _argument(op, 3, "max")) == (0, bins - 1)
+    bins = argument(op, 1, "bins") or 100
+    return (argument(op, 2, "min"), argument(op, 3, "max")) == (0, bins - 1)
 
 
 def _gathered(op: Op, flow: Flow) -> Sorted | None:
@@ -101,7 +102,7 @@ def _gathered(op: Op, flow: Flow) -> Sorted | None:
 
 def _multiplied(op: Op, flow: Flow) -> Sorted | None:
     """The rows that an op makes of sorted rows, each with the weights of its own key."""
-    rows, weights, ends = _fact(op, 0, flow), _type(op, 1, flow), _argument(op, 2, "offs")
+    rows, weights, ends = _fact(op, 0, flow), _type(op, 1, flow), argument(op, 2, "offs")
     if op_name(op) not in GROUPED or weights is None or not isinstance(ends, Ref):
         return None
     if any(name in flow.depends and name not in flow.sorted for name in op.reads):
@@ -133,10 +134,6 @@ def _row_by_row(op: Op, flow: Flow, sort: Mixes) -> Sorted:
 # What an op is called with --------------------------------------------------------------------------------------------
 
 
-def _argument(op: Op, position: int, name: str) -> Any:
-    return op.args[position] if len(op.args) > position else op.kwargs.get(name)
-
-
 def _fact(op: Op, position: int, flow: Flow) -> Sorted | None:
     value = op.args[position] if op.args else None
     return flow.sorted.get(value.name) if isinstance(value, Ref) else None
@@ -155,8 +152,8 @@ def _are(fact: Sorted | None, *holds: str) -> bool:
 def _index(op: Op, flow: Flow) -> Sorted | None:
     """What is known of the index of an op that looks up, or writes, along the first dimension."""
     name = op_name(op)
-    if name in ("index_select", "index_add") and _argument(op, 1, "dim") == 0:
-        given = _argument(op, 2, "index")
+    if name in ("index_select", "index_add") and argument(op, 1, "dim") == 0:
+        given = argument(op, 2, "index")
     else:
         given = op.args[1] if name in ("getitem", "setitem") else None
     return flow.sorted.get(given.name) if isinstance(given, Ref) else None

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.capture_errors import DATA_SIZES, HOOKED, Refused
+from fxpipe.capture.tracing.data_sizes import unnamed_sizes
 from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.ir.graph.graph import Graph, Origin, map_leaves
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
-from fxpipe.ir.graph.value_types import dim_names, tensors
 
 # Names of functions that may draw random numbers. Others are found if they draw in the runs of `learn_outputs.py`.
 DRAWS = re.compile(
@@ -247,11 +247,10 @@ def _is_inside(path: str, *paths: str) -> bool:
     return any(path.startswith(f"{around}.") for around in paths)
 
 
-def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:
-    """The refusal of the first op whose result has a size that depends on data: `u0`, as torch says."""
+def without_bound(graph: Graph, twins: Twins) -> Refused | None:
+    """The refusal of the first op whose result has a size that depends on data, and of which no bound is known."""
     for op in graph.ops:
-        names = {name for kind in tensors(op.type) for size in kind.shape for name in dim_names(size)}
-        if any(re.fullmatch(r"u\d+", name) for name in names):
+        if unnamed_sizes(op.type):
             inside = [id(m) for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]
             return Refused(op.origin, *DATA_SIZES, inside)
     return None

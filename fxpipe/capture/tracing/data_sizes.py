@@ -11,7 +11,7 @@ bound. Masks that are computed twice in the same way decide one size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, map_leaves, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType, tensors
+from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType, dim_names, tensors
 
 FROM_VALUES = re.compile(r"\bu\d+\b")  # torch's names of sizes that depend on values
 
@@ -43,16 +43,22 @@ def _is_mask(kind: ValueType) -> bool:
     return isinstance(kind, TensorType) and kind.dtype in ("bool", "u8")
 
 
+def unnamed_sizes(kind: ValueType) -> set[str]:
+    """The sizes of a type that data decides, and of which no mask or bound is known, by torch's names."""
+    names = {name for tensor in tensors(kind) for dim in tensor.shape for name in dim_names(dim)}
+    return set(filter(FROM_VALUES.fullmatch, names))
+
+
 def with_named_data_sizes(graph: Graph) -> Graph:
     """The graph, where sizes that a mask decides have a name and a bound; others keep torch's name."""
     given = {size.name for size in graph.sizes} | {item.name for item in graph.inputs}
-    if not any(names - given for op in graph.ops for names in _unnamed(op.type)):
+    if not any(unnamed_sizes(op.type) - given for op in graph.ops):
         return graph
     types, first, texts = dict(graph.types), first_equal(graph), dict[str, str]()
     known: dict[Any, str] = {}
     names = (name for number in count() if (name := f"u{number}") not in given)
     for op in graph.ops:
-        new = set().union(*_unnamed(op.type)) - given - texts.keys()
+        new = unnamed_sizes(op.type) - given - texts.keys()
         mask = mask_of(op, types) if len(new) == 1 else None
         if mask is not None and (shape := _selected(op, mask, types)) is not None:
             key = first[mask], shape
@@ -61,13 +67,6 @@ def with_named_data_sizes(graph: Graph) -> Graph:
             texts[new.pop()] = known[key]
         types[op.name] = _named(types[op.name], texts)
     return replace(graph, ops=tuple(replace(op, type=types[op.name]) for op in graph.ops))
-
-
-def _unnamed(kind: ValueType) -> Iterator[set[str]]:
-    for tensor in tensors(kind):
-        for dim in tensor.shape:
-            if isinstance(dim, str):
-                yield set(FROM_VALUES.findall(dim))
 
 
 def _selected(op: Op, mask: str, types: Mapping[str, ValueType]) -> tuple[Dim, ...] | None:
@@ -100,9 +99,9 @@ def _named(kind: ValueType, texts: Mapping[str, str]) -> ValueType:
 
 
 def _dim(dim: Dim, texts: Mapping[str, str]) -> Dim:
-    if isinstance(dim, int) or dim in texts:
-        return dim if isinstance(dim, int) else texts[dim]
-    return FROM_VALUES.sub(lambda name: f"({texts[name[0]]})" if name[0] in texts else name[0], dim)
+    if isinstance(dim, int):
+        return dim
+    return texts.get(dim) or FROM_VALUES.sub(lambda name: f"({texts[name[0]]})" if name[0] in texts else name[0], dim)
 
 
 def first_equal(graph: Graph) -> dict[str, str]:
