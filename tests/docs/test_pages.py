@@ -73,6 +73,18 @@ def test_code_runs_and_prints_what_is_shown(
         assert drawn.keys() == shown_by(text), "a page shows what its code draws, and draws what it shows"
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_the_lines_of_itself_that_a_page_shows_are_where_it_says(name: str) -> None:
+    """Quick, where running the page is one of the longer checks: text that is added above moves the lines."""
+    lines = PAGES[name].read_text().splitlines()
+    for shown in re.finditer(rf"\b{re.escape(PAGES[name].name)}:(\d+)(.*\n.*)", PAGES[name].read_text()):
+        code = lines[int(shown[1]) - 1].strip()
+        if shown[2].startswith(")"):  # where a class or method begins
+            assert code.startswith(("class ", "def ")), shown[0]
+        else:  # the code is shown behind it, or below
+            assert code and code in shown[2], shown[0]
+
+
 def shown_by(text: str) -> set[str]:
     """The pictures of a page, by the names of their files."""
     return {Path(link).name for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
