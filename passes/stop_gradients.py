@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from fxpipe.ir.graph.graph import Op, Ref, rename
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import ObjectType, TensorType, ValueType, tensors
+from fxpipe.ir.graph.value_types import ObjectType, TensorType, TupleType, ValueType
 from fxpipe.ir.program.program import Collective, Program, Stage
 from fxpipe.passes.connect_stages import fresh
 from fxpipe.passes.pass_context import PassContext
@@ -74,7 +74,9 @@ def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> 
 
 def carries_gradient(type: ValueType) -> bool:
     """Whether a gradient may go through the value. True for all objects, as a tensor inside a vmap is one."""
-    return isinstance(type, ObjectType) or any(tensor.grad for tensor in tensors(type))
+    if isinstance(type, TupleType):
+        return any(map(carries_gradient, type.items))
+    return isinstance(type, ObjectType) or (isinstance(type, TensorType) and type.grad)
 
 
 def without_gradient(type: ValueType) -> ValueType:

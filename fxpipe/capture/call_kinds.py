@@ -34,6 +34,7 @@ class Kind:
     - `given`: what forward sets in the objects among the arguments; `written`: the arguments that it writes into.
     - `rebound`: the buffers that forward sets.
     - `past`: the user's own modules that the trace reached without the twins, for example by a global variable.
+    - `rows`: the sizes of micro-batches for which the graph holds; empty if for any.
     - `fits`: the batch sizes that are known to be valid.
     """
 
@@ -46,12 +47,18 @@ class Kind:
     written: WrittenInputs = NO_WRITES
     rebound: Mapping[int, Slot] = field(default_factory=dict)
     past: tuple[nn.Module, ...] = ()
+    rows: frozenset[int] = frozenset()
     fits: set[int | None] = field(default_factory=set)
 
     @property
     def set_to(self) -> tuple[Any, ...]:
         """The values that forward leaves anywhere but in its result."""
         return (*(one.value for one in self.touched.values()), *self.given, *self.written.of(self.hollows))
+
+    def holds(self, call: Call, sizes: Sizes) -> bool:
+        """Whether the graph is finished, and holds for micro-batches of these sizes."""
+        known = self.finished is not None
+        return known and (not self.rows or call.batch is None or self.rows.issuperset(sizes(call.batch)))
 
     def check(self, call: Call, sizes: Sizes, told: set[Mixed]) -> None:
         """Raise CaptureError if the graph is not valid for the micro-batches of a call; warn of what is not `told`."""

@@ -34,7 +34,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture.batch.baked_batch_size import merge
+from fxpipe.capture.batch.baked_batch_size import DryPass, at_two_sizes
 from fxpipe.capture.batch.batch_size_checks import conditions
 from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.capture.opaque.another_way import another_way
@@ -42,14 +42,13 @@ from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, without_bound
 from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
-from fxpipe.capture.tracing.fx_to_graph import drafted, owner_of
+from fxpipe.capture.tracing.fx_to_graph import draft, drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
 from fxpipe.capture.tracing.layers.place_layers import Stale
 from fxpipe.capture.tracing.layers.routes import Routes
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.transforms import transformed
-from fxpipe.capture.tracing.rewriting.unrolled_batch import rejoin
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
@@ -66,7 +65,6 @@ from .capture_errors import (
     no_ops,
     no_two_alike,
     refusals,
-    values_of_other_samples,
     without_frames,
     written_by_dynamo,
 )
@@ -261,24 +259,28 @@ class CallCapture:
         kind = now.kind
         assert kind is not None
         assert kind.drafted is not None
-        if kind.finished is None:
+        if not kind.holds(now.call, self.sizes):
             kind.check(now.call, self.sizes, self._told)
             drafted = kind.drafted
-            if drafted.baked is not None and now.call.rows is not None:
-                if kind.traced.read is not None and now.call.rows != now.call.batch:
-                    raise values_of_other_samples(drafted.baked)
-                rows = now.call.rows, now.call.rows + 1
-                other, result_of_other = self._pass(request, None, rows[1])
-                assert other.kind is not None
-                assert other.kind.drafted is not None
-                drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
+            if drafted.baked is not None and now.call.batch is not None:
+                first, sizes = self._dry_pass(now, result), self.sizes(now.call.batch)
+                again = lambda rows: self._dry_pass(*self._pass(request, None, rows))  # noqa: E731
+                kind.drafted, drafted, kind.rows = at_two_sizes(first, sizes, again, self.arguments.uncut)
             seen = Seen(result, kind.rebound, kind.set_to, self.twins.slots)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
-            limits, changes = conditions(kind.traced, kind.drafted, now.call), bool(kind.given or kind.written.paths)
+            limits, changes = conditions(kind.traced, kind.drafted, kind.rows), bool(kind.given or kind.written.paths)
             graph = replace(finished.graph, conditions=limits, changes=changes)
             kind.finished = replace(finished, graph=graph)
             kind.check(now.call, self.sizes, self._told)
+        assert kind.finished is not None
         return kind.finished
+
+    def _dry_pass(self, now: Now, result: Any) -> DryPass:
+        kind, owner = now.kind, owner_of(self.model, self.twins)
+        assert kind is not None
+        assert kind.drafted is not None
+        new = lambda traced: draft(owner, traced, now.flat, now.call)  # noqa: E731
+        return DryPass(now.call, kind.traced, kind.drafted, result, new)
 
     def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
         """One call of the route, in which all tensors are hollow until `run` runs."""
@@ -368,9 +370,10 @@ class CallCapture:
             if read is not None and not read.same(now.call):
                 self.ways.other_values = True
                 raise Stale
-            if kind.finished is None or now.run is None:
+            if now.run is None or not kind.holds(now.call, self.sizes):
                 return self._dry(kind, now, flat)
             kind.check(now.call, self.sizes, self._told)
+            assert kind.finished is not None
             kind.finished = finished = kind.finished.renewed(flat)
             now.running = True
             results = now.run(finished.graph, now.fed(finished.graph))
@@ -382,7 +385,6 @@ class CallCapture:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
         if kind.drafted is None:
-            rejoin(kind.traced.module, now.call.rows or 0)
             traced = kind.traced.module.graph
             floats = made_of_floats(traced) if kind.traced.folded else None
             if refused := written_by_dynamo(traced) or derived(traced) or floats:

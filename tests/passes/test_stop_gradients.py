@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import closing
+
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.ir.program.program import Program
 from fxpipe.passes import cut, lower
@@ -95,3 +99,25 @@ def test_numbers() -> None:
     expected = of_graph(graph, model, x)
     for sizes in ((2, 5), (3, 4), (3, 2, 2), (1, 1, 1, 1, 1, 1, 1)):
         assert_same(of_program(lower(graph, plan(graph, *sizes, checkpoint="always")), model, x), expected)
+
+
+class Vmapped(nn.Module):
+    """Values in a vmap, of which one op makes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.vmap(lambda row: row.sort()[0] * row.max(0)[0])(self.b(self.a(x)))
+        return made
+
+
+def test_a_gradient_goes_through_several_values_in_a_vmap() -> None:
+    model, x = Vmapped(), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    with closing(fxpipe.compile(model, 2, 2)) as pipe:
+        pipe(x).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -1,64 +1,264 @@
-"""Models whose graph has the batch size as a number: `int(x.shape[0])`, a library that computes shapes as numbers.
+"""Models whose graph has the batch size as a number: `len(range(x.shape[0]))`, a library that computes shapes as
+numbers, a loop over the samples (`sample_loops.py`).
 
-Such a graph is valid for one size of micro-batch, which is enough if all micro-batches have that size. To find the
-batch dimension of each value, the model is traced again at another batch size: the sizes that change are the batch.
+Such a model is traced at two sizes of micro-batch. What differs is the batch: the sizes of types, and the numbers among
+the arguments of ops, which become `b`. The graph holds for these two sizes.
+
+    two samples    x.view(2, 4, -1)    f32[2, 4, 6]
+    three          x.view(3, 4, -1)    f32[3, 4, 6]
+    merged         x.view(b, 4, -1)    f32[b, 4, 6]
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from fxpipe.capture.capture_errors import refuse
+from fxpipe.capture.call_arguments import Call
+from fxpipe.capture.capture_errors import refuse, values_of_other_samples
 from fxpipe.capture.nested_values import template
+from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.ir.graph.graph import Ref
-from fxpipe.ir.graph.value_types import BATCH, Dim, TensorType, TupleType, ValueType
+from fxpipe.capture.tracing.rewriting.loops_as_vmaps import with_vmaps
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.graph import Op, Ref
+from fxpipe.ir.graph.value_types import BATCH, Dim, ScalarType, TensorType, TupleType, ValueType
+
+from .batch_size_checks import baking_line
+
+log = logging.getLogger("fxpipe")
+
+
+@dataclass(frozen=True)
+class DryPass:
+    """A dry pass of a call with a number of samples.
+
+    - `traced`, `draft`: its trace, and the graph of it.
+    - `result`: what the model returned.
+    - `graph_of`: makes the graph of another form of the trace.
+    """
+
+    call: Call
+    traced: Traced
+    draft: Draft
+    result: Any
+    graph_of: Callable[[Traced], Draft]
+
+    @property
+    def rows(self) -> int:
+        assert self.call.rows is not None
+        return self.call.rows
+
+
+def at_two_sizes(
+    one: DryPass, sizes: Sequence[int], again: Callable[[int], DryPass], uncut: bool
+) -> tuple[Draft, Draft, frozenset[int]]:
+    """The graph of a call that counts to the batch size, for micro-batches of two `sizes` at most: as traced, with `b`,
+    and the sizes that it holds for. `again` makes a dry pass with another number of samples. If no call is cut, loops
+    stay loops. Raises CaptureError if there is no such graph."""
+    path, others = one.draft.baked or "", sorted({*sizes} - {one.rows})
+    if one.traced.read is not None and one.rows != one.call.batch:
+        raise values_of_other_samples(path)
+    if len(others) > 1:
+        rows = ", ".join(map(str, (one.rows, *others)))
+        line = baking_line(one.traced, one.rows)
+        raise CaptureError(
+            f"{line}counts to the batch size, so that the graph holds for one or two sizes of {path}, and here are "
+            f"micro-batches of {rows} samples; choose chunks so that there are two sizes at most"
+        )
+    holds = frozenset({one.rows, *others})
+    other = again(others[0] if others else one.rows + 1)
+    try:
+        return one.draft, _merged(one, other), holds
+    except CaptureError:
+        loops = None if uncut else _as_vmaps(one, other, again)
+        if loops is None:
+            raise
+    return loops[0].draft, _merged(*loops), holds
+
+
+def _as_vmaps(one: DryPass, other: DryPass, again: Callable[[int], DryPass]) -> tuple[DryPass, DryPass] | None:
+    """The passes with a vmap for each loop over samples; None if something else differs, or a vmap cannot do it. A loop
+    over one sample shows nothing, so one sample more is looked at then, and the one has to fit."""
+    more = other if other.rows > 1 else again(one.rows + 1)
+    found = with_vmaps((one.traced, one.rows), (more.traced, more.rows))
+    if found is None or (other is not more and not _fits_one(other.draft, one.draft, more.draft, one.rows)):
+        return None
+    try:
+        first, second = one.graph_of(found[0]), more.graph_of(found[1])
+    except Exception as error:  # torch's own, of an op that vmap does not know
+        log.debug("a loop over samples stays one: %s", error)
+        return None
+    return replace(one, draft=first), replace(more, draft=second)
+
+
+def _merged(one: DryPass, other: DryPass) -> Draft:
+    return merge(one.draft, other.draft, (one.rows, other.rows), (one.result, other.result))
 
 
 def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any, Any]) -> Draft:
-    """The draft with the batch in its types, found by comparing it with a trace at another number of rows. Raises
-    CaptureError if the two traces have different ops or results."""
+    """The draft with `b` where it differs from a trace at another number of rows. Raises CaptureError if the two traces
+    have different ops or results, or a number that is no linear function of the batch size."""
     ops, others = draft.graph.ops, other.graph.ops
     if [op.target for op in ops] != [op.target for op in others] or _shape(results[0]) != _shape(results[1]):
         pairs = zip(ops, others, strict=False)
-        extra = next((two for one, two in pairs if one.target != two.target), others[-1] if others else None)
-        raise refuse(
-            extra,
-            "forward does another number of things, or returns another number, for every batch size, as where it goes "
-            "through the samples one by one",
-            "write it as tensor operations over the whole batch",
-        )
-    types = [_merge(op.type, like.type, rows) for op, like in zip(ops, others, strict=True)]
-    made = tuple(replace(op, type=type) for op, type in zip(ops, types, strict=True))
+        raise _differs(next((two for one, two in pairs if one.target != two.target), others[-1] if others else None))
+    merged = _Ops(rows, {op.name for op in ops} | {*draft.graph.types})
+    for op, like in zip(ops, others, strict=True):
+        merged.add(op, like)
     inputs = tuple(
-        replace(item, type=_merge(item.type, like.type, rows))
+        replace(item, type=merged.type(item.type, like.type))
         for item, like in zip(draft.graph.inputs, other.graph.inputs, strict=True)
     )
-    return replace(draft, graph=replace(draft.graph, ops=made, inputs=inputs))
+    return replace(draft, graph=replace(draft.graph, ops=tuple(merged.ops), inputs=inputs))
 
 
-def _merge(one: ValueType, two: ValueType, rows: tuple[int, int]) -> ValueType:
-    if isinstance(one, TupleType) and isinstance(two, TupleType):
-        return TupleType(tuple(_merge(a, b, rows) for a, b in zip(one.items, two.items, strict=True)))
-    if isinstance(one, TensorType) and isinstance(two, TensorType):
-        pairs = zip(one.shape, two.shape, strict=True)
-        return replace(one, shape=tuple(_dim(a, b, rows) for a, b in pairs))
-    return one
+def _fits_one(one: Draft, few: Draft, more: Draft, rows: int) -> bool:
+    """Whether a trace of one sample has the ops that `rows` samples have, less those that each of them adds, as one
+    sample `more` shows: then what holds for these two holds for one."""
+    of_one, of_few, of_more = (Counter(op.target for op in draft.graph.ops) for draft in (one, few, more))
+    targets = of_one.keys() | of_few.keys() | of_more.keys()
+    alike = all(of_one[x] == of_few[x] - (rows - 1) * (of_more[x] - of_few[x]) for x in targets)
+    return alike and [type(x) for x in one.fakes] == [type(x) for x in few.fakes]
 
 
-def _dim(one: Dim, two: Dim, rows: tuple[int, int]) -> Dim:
-    """The dimension that is `one` at the first number of rows and `two` at the second: linear in the batch size.
+def _differs(op: Op | None) -> CaptureError:
+    return refuse(
+        op,
+        "forward does another number of things, or returns another number, for every batch size, as where it goes "
+        "through the samples one by one and does not treat them alike",
+        "write it as tensor operations over the whole batch",
+    )
 
-    >>> _dim(4, 6, (2, 3)), _dim(2, 3, (2, 3)), _dim(5, 5, (2, 3)), _dim(1, 2, (2, 3))
-    ('2*b', 'b', 5, 'b - 1')
+
+@dataclass
+class _Ops:
+    """Ops of two traces, at `rows` samples, merged so far.
+
+    - `used`: names that are taken.
+    - `same`: the names of the first trace, by those of the second.
+    - `numbers`: the values that compute a number from the batch size, by its factor and rest.
     """
-    if one == two or isinstance(one, str) or isinstance(two, str):
+
+    rows: tuple[int, int]
+    used: set[str]
+    ops: list[Op] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], Ref] = field(default_factory=lambda: {(1, 0): Ref(BATCH)})
+
+    def add(self, op: Op, like: Op) -> None:
+        """Add an op, given the same op of the other trace."""
+
+        def leaf(one: Any, two: Any) -> Any:
+            if isinstance(one, Ref) and isinstance(two, Ref):
+                if self.same.get(two.name, two.name) != one.name:
+                    raise _differs(like)
+                return one
+            if type(one) is not type(two):
+                raise _differs(like)
+            changes = type(one) in (int, float) and repr(one) != repr(two)
+            return self._number(one, two, op) if changes else one
+
+        def differs() -> CaptureError:
+            return _differs(like)
+
+        args, kwargs = both((op.args, dict(op.kwargs)), (like.args, dict(like.kwargs)), leaf, differs)
+        self.same[like.name] = op.name
+        self.ops.append(replace(op, args=args, kwargs=kwargs, type=self.type(op.type, like.type, op)))
+
+    def type(self, one: ValueType, two: ValueType, op: Op | None = None) -> ValueType:
+        """The type of a value with `b` in its sizes."""
+        if isinstance(one, TupleType) and isinstance(two, TupleType) and len(one.items) == len(two.items):
+            return TupleType(tuple(self.type(a, b, op) for a, b in zip(one.items, two.items, strict=True)))
+        if isinstance(one, TensorType) and isinstance(two, TensorType) and len(one.shape) == len(two.shape):
+            pairs = zip(one.shape, two.shape, strict=True)
+            return replace(one, shape=tuple(self._dim(a, b, op) for a, b in pairs))
+        if type(one) is not type(two):
+            raise _differs(op)
         return one
+
+    def _dim(self, one: Dim, two: Dim, op: Op | None) -> Dim:
+        if one == two:
+            return one
+        found = None if isinstance(one, str) or isinstance(two, str) else linear(one, two, self.rows)
+        if found is None:
+            raise refuse(op, f"makes a size of {one} for {self.rows[0]} samples and of {two} for {self.rows[1]}")
+        return as_text(*found)
+
+    def _number(self, one: float, two: float, op: Op) -> Ref:
+        """The value of a number that depends on the batch size."""
+        found = linear(one, two, self.rows)
+        if found is None:
+            raise refuse(
+                op,
+                f"computes with the number {one}, which is made of the batch size: a micro-batch has another one",
+                "make it of x.shape[0], without int() or len()",
+            )
+        if found not in self.numbers:
+            factor, rest = found
+            ref = Ref(BATCH)
+            if factor != 1:
+                ref = self._computed(op, f"{BATCH}_times_{factor}", operator.mul, ref, factor)
+            if rest:
+                ref = self._computed(
+                    op, f"{ref.name}_{'plus' if rest > 0 else 'minus'}_{abs(rest)}", operator.add, ref, rest
+                )
+            self.numbers[found] = ref
+        return self.numbers[found]
+
+    def _computed(self, op: Op, wish: str, function: Callable[..., Any], of: Ref, by: int) -> Ref:
+        name = wish.replace("-", "minus_")  # a factor may be negative
+        while name in self.used:
+            name += "_"
+        self.used.add(name)
+        self.ops.append(Op(name, function, (of, by), {}, ScalarType("int"), op.origin, op.regions))
+        return Ref(name)
+
+
+def both(one: Any, two: Any, leaf: Callable[[Any, Any], Any], differs: Callable[[], CaptureError]) -> Any:
+    """A nest with `leaf` of the leaves of two nests of the same structure. Raises `differs()` if they have another."""
+    if type(one) is not type(two):
+        return leaf(one, two)
+    if isinstance(one, (tuple, list)):
+        if len(one) != len(two):
+            raise differs()
+        items = [both(a, b, leaf, differs) for a, b in zip(one, two, strict=True)]
+        return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
+    if isinstance(one, dict):
+        if one.keys() != two.keys():
+            raise differs()
+        return {key: both(value, two[key], leaf, differs) for key, value in one.items()}
+    if isinstance(one, slice):
+        ends = zip((one.start, one.stop, one.step), (two.start, two.stop, two.step), strict=True)
+        return slice(*(both(a, b, leaf, differs) for a, b in ends))
+    return leaf(one, two)
+
+
+def linear(one: float, two: float, rows: tuple[int, int]) -> tuple[int, int] | None:
+    """The factor and rest of the linear function of the batch size that is `one` at the first number of rows and `two`
+    at the second; None if it has other coefficients than integers.
+
+    >>> linear(4, 6, (2, 3)), linear(2, 1, (2, 1)), linear(1, 2, (2, 3)), linear(0.5, 0.25, (2, 4))
+    ((2, 0), (1, 0), (1, -1), None)
+    """
+    if not (type(one) is type(two) is int) or (two - one) % (rows[1] - rows[0]):
+        return None
     factor = (two - one) // (rows[1] - rows[0])
-    rest = one - factor * rows[0]
+    return factor, one - factor * rows[0]
+
+
+def as_text(factor: int, rest: int) -> Dim:
+    """A linear function of the batch size as a dimension of a type.
+
+    >>> as_text(2, 0), as_text(1, 0), as_text(1, -1)
+    ('2*b', 'b', 'b - 1')
+    """
     times = BATCH if factor == 1 else f"{factor}*{BATCH}"
     return times if rest == 0 else f"{times} {'+' if rest > 0 else '-'} {abs(rest)}"
 

@@ -185,8 +185,9 @@ class Follow:
         arithmetic = name in ADD | MULTIPLY | DIVIDE
         if name in LIKE and not op.random and not batch_dims(op.type):  # reads only the sizes of its first argument
             return ZERO if name in ZEROS else self._of((*op.args[1:], *op.kwargs.values()))
-        # Number arguments of other ops are mostly shapes.
-        read = [self.known[ref] for ref in op.reads if arithmetic or not is_number(self.types[ref])]
+        # Number arguments of other ops are mostly shapes, and a vmap that an op is in is no value.
+        values = [ref for ref in op.reads if self.types[ref] != VMAP]
+        read = [self.known[ref] for ref in values if arithmetic or not is_number(self.types[ref])]
         unknown = next((kind for kind in read if kind.what == "unknown"), None)
         if unknown is not None:
             return unknown

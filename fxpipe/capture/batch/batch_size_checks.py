@@ -7,7 +7,7 @@ trace has a guard on the batch symbol; if it loops over it (`for i in range(x.sh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -29,12 +29,6 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
     guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
     if call.batch is None:
         return
-    if draft.baked is not None and set(sizes(call.batch)) != {call.rows}:
-        raise CaptureError(
-            f"{baking_line(traced, call.rows)}counts to the batch size, so that the graph holds for a {draft.baked} of "
-            f"size {call.rows} only; use tensor operations over the whole batch instead, or choose chunks so that all "
-            f"micro-batches are of one size above 1"
-        )
     if call.batch == 1 and draft.squeezed:
         op = draft.squeezed[0]
         raise refuse(
@@ -53,9 +47,10 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
                 )
 
 
-def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
+def conditions(traced: Traced, draft: Draft, rows: Collection[int]) -> tuple[str, ...]:
     """The conditions, as Python, on the sizes of a micro-batch and the numbers of another call, under which the graph
-    is valid for it; UNKNOWN for a condition on a value without a name."""
+    is valid for it; UNKNOWN for a condition on a value without a name. `rows`: the sizes for which it holds, unless for
+    any."""
     env, names = traced.mode.shape_env, draft.symbols
     known = {symbol: name for symbol, name in names.items() if name != BATCH} if env is not None else {}
     found = [f"{name} >= 2" for symbol, name in known.items() if _least(env, symbol) == 2]  # Dynamo's, of all sizes
@@ -72,7 +67,7 @@ def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
         said = printed(expression)
         of_batch = BATCH in {names[s] for s in guard.expr.free_symbols}
         found.append(f"{BATCH} == 1 or {said}" if of_batch and not _asked_by_user(guard) else said)
-    found += [f"{BATCH} == {call.rows}"] if draft.baked is not None else []
+    found += [f"{BATCH} in {sorted(rows)}" if len(rows) > 1 else f"{BATCH} == {min(rows)}"] if rows else []
     found += [f"{BATCH} != 1"] if draft.squeezed else []
     return tuple(dict.fromkeys(found))
 

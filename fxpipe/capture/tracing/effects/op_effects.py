@@ -8,7 +8,8 @@ whether it is random, and fake tensors know which of them share memory.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.layers.layer_values import Known, LayerValues, memory_numbers
 from fxpipe.ir.graph.graph import Region
+from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.torch_internals.compiling.compiled_code import one_at_a_time
 from fxpipe.torch_internals.compiling.dynamic_sizes import unknown_size
@@ -72,6 +74,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         contexts.enter_context(composed_in_python())
         contexts.enter_context(in_a_trace(traced.mode))
         effects = contexts.enter_context(Effects())
+        contexts.enter_context(_left_vmaps(found))
         ambient = torch.is_grad_enabled()
         for node in traced.module.graph.nodes:
             if node.op == "placeholder":
@@ -94,6 +97,22 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                     env[node], written, random = _of_run(node, env, effects, taken)
                 found.append(Step(node, written, random or _drops(node), inside))
     return env, found
+
+
+@contextmanager
+def _left_vmaps(found: list[Step]) -> Iterator[None]:
+    """A context in which an error leaves the vmaps that the ops found so far have entered: else the thread's next ops
+    would run in them."""
+    try:
+        yield
+    except BaseException:
+        names = [_name(step.node) for step in found]
+        entered = names.count(ENTER_VMAP) - names.count(LEAVE_VMAP)
+        graph = found[-1].node.graph if found else fx.Graph()
+        leave: Any = next((node.target for node in graph.nodes if _name(node) == LEAVE_VMAP), None)
+        for _ in range(entered):
+            leave()
+        raise
 
 
 def _in_layer(traced: Traced) -> dict[fx.Node, tuple[LayerValues, fx.Node]]:
