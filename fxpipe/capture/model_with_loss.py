@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.capture.batch.batch_facts import batch_dims
+from fxpipe.capture.opaque.losses_by_sample import by_sample, how_reduced
 from fxpipe.capture.twins.attribute_changes import has_attributes
 from fxpipe.capture.twins.twin import Roots
 from fxpipe.errors import CaptureError
@@ -45,6 +46,8 @@ def model_and_loss(
     """The loss, and the model's result if `outputs`, else None."""
     output = model(*args, **kwargs)
     loss = own_loss(output) if loss_fn is None else loss_fn(output, *targets)
+    if isinstance(loss_fn, KeptLoss) and loss_fn.how is not None and loss.dim() == 1:  # of each sample
+        loss = loss.mean() if loss_fn.how == "mean" else loss.sum()
     return loss, output if outputs else None
 
 
@@ -105,16 +108,20 @@ def _path_of_number(value: Any, types: Mapping[str, ValueType]) -> str | None:
 
 class KeptLoss(nn.Module):
     """A loss function that cannot be traced, as a module, as only modules can be kept whole. `of`: the modules that
-    the function refers to. Functions with the same code and modules, such as a new lambda in each step, share one."""
+    the function refers to. Functions with the same code and modules, such as a new lambda in each step, share one.
+
+    `how`: None, or its code shows that it is the "mean" or "sum" over single samples, whose losses are returned then.
+    """
 
     def __init__(self, loss_fn: Any, of: Roots) -> None:
         super().__init__()
-        self.loss_fn = loss_fn
+        self.loss_fn, self.how = loss_fn, how_reduced(loss_fn)
         for path, module in of.items():
             self.add_module(path.replace(".", "_"), module)
 
     def forward(self, *given: Any) -> Any:
-        return self.loss_fn(*given)
+        each = None if self.how is None else by_sample(self.loss_fn, given)
+        return self.loss_fn(*given) if each is None else each
 
 
 def code_of(loss_fn: Any) -> tuple[Any, ...]:
