@@ -106,17 +106,22 @@ def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any,
     """The draft with `b` where it differs from a trace at another number of rows. Raises CaptureError if the two traces
     have different ops or results, or a number that is no linear function of the batch size."""
     ops, others = draft.graph.ops, other.graph.ops
-    if [op.target for op in ops] != [op.target for op in others] or _shape(results[0]) != _shape(results[1]):
+    inputs = [[item.name for item in one.graph.inputs] for one in (draft, other)]
+    if (
+        inputs[0] != inputs[1]
+        or [op.target for op in ops] != [op.target for op in others]
+        or _shape(results[0]) != _shape(results[1])
+    ):
         pairs = zip(ops, others, strict=False)
         raise _differs(next((two for one, two in pairs if one.target != two.target), others[-1] if others else None))
     merged = _Ops(rows, {op.name for op in ops} | {*draft.graph.types})
     for op, like in zip(ops, others, strict=True):
         merged.add(op, like)
-    inputs = tuple(
+    typed = tuple(
         replace(item, type=merged.type(item.type, like.type))
         for item, like in zip(draft.graph.inputs, other.graph.inputs, strict=True)
     )
-    return replace(draft, graph=replace(draft.graph, ops=tuple(merged.ops), inputs=inputs))
+    return replace(draft, graph=replace(draft.graph, ops=tuple(merged.ops), inputs=typed))
 
 
 def _fits_one(one: Draft, few: Draft, more: Draft, rows: int) -> bool:
@@ -160,9 +165,9 @@ class _Ops:
                 if self.same.get(two.name, two.name) != one.name:
                     raise _differs(like)
                 return one
-            if type(one) is not type(two):
+            changes = type(one) in (bool, int, float, complex, str) and repr(one) != repr(two)
+            if type(one) is not type(two) or (changes and type(one) not in (int, float)):
                 raise _differs(like)
-            changes = type(one) in (int, float) and repr(one) != repr(two)
             return self._number(one, two, op) if changes else one
 
         def differs() -> CaptureError:

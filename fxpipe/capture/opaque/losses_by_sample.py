@@ -27,23 +27,15 @@ from torch import Tensor
 
 from fxpipe.errors import InputError, of_user
 
-LEAVES = (
-    ast.Return,
-    ast.Break,
-    ast.Continue,
-    ast.Yield,
-    ast.YieldFrom,
-    ast.Await,
-    ast.Global,
-    ast.Nonlocal,
-    ast.Delete,
-)
-DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.NamedExpr)
+BARRED = (ast.Lambda, ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)  # what may run later, or assigns names
 
 
 def how_reduced(loss_fn: Any) -> str | None:
     """What a loss function makes of the terms of single samples: "mean" or "sum"; None if its code does not show it."""
-    return _how_reduced(loss_fn.__code__) if isinstance(loss_fn, FunctionType) else None
+    if not isinstance(loss_fn, FunctionType) or loss_fn.__globals__.get("torch", torch) is not torch:
+        return None
+    own = {*loss_fn.__globals__, *loss_fn.__code__.co_freevars}
+    return None if own & {"zip", "len", "sum"} else _how_reduced(loss_fn.__code__)
 
 
 def by_sample(loss_fn: Any, given: tuple[Any, ...]) -> Tensor | None:
@@ -82,11 +74,11 @@ def _how_reduced(code: CodeType) -> str | None:
     found = _reduced(last.value, names)
     if len(starts) != 1 or found is None or not isinstance(found[0], ast.Name) or sums.get(found[0].id) != found[1]:
         return None
-    inside = {*names, *sums}
     made = [_term(statement, found[0].id) for statement in loop.body]
     terms = [term for term in made if term is not None]
+    plain = len(terms) == 1 and all(term or _only_names(one) for term, one in zip(made, loop.body, strict=True))
     rest = [term or statement for term, statement in zip(made, loop.body, strict=True)]
-    fine = len(terms) == 1 and _alone(rest, _stored(loop.target), inside)
+    fine = plain and _alone(rest, _stored(loop.target), {*names, *sums})
     return found[2] if fine else None
 
 
@@ -184,19 +176,18 @@ def _alone(statements: Iterable[ast.stmt], known: set[str], outside: set[str]) -
     statements, known = list(statements), set(known)
     local = outside.union(*map(_stored, statements)) | known
     for statement in statements:
-        if any(isinstance(one, (*LEAVES, *DEFINES)) for one in ast.walk(statement)):
-            return False
         nodes = list(ast.walk(statement))
         own = {name for one in nodes if isinstance(one, ast.comprehension) for name in _stored(one.target)}
         loads = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-        if not _is_simple(statement) or (loads - own) & (local - known) or own & known or _stored(statement) & outside:
+        barred = any(isinstance(one, BARRED) for one in nodes) or own & known or _stored(statement) & outside
+        if barred or (loads - own) & (local - known):
             return False
         known |= _stored(statement) - own
     return True
 
 
-def _is_simple(statement: ast.stmt) -> bool:
+def _only_names(statement: ast.stmt) -> bool:
     """Whether it only computes something, and gives it a name."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     names = [name for target in targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return isinstance(statement, (ast.Expr, ast.Assign)) and all(isinstance(name, ast.Name) for name in names)
+    return bool(names) and all(isinstance(name, ast.Name) for name in names)

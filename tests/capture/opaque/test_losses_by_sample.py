@@ -154,6 +154,27 @@ def turned(out: Tensor, target: Tensor) -> Tensor:
     return torch.stack(terms).mean()
 
 
+SEEN: list[Tensor] = []
+
+
+@hides
+def remembered(out: Tensor, target: Tensor) -> Tensor:
+    terms = []
+    for o, t in zip(out, target, strict=True):
+        SEEN.append(o)
+        terms.append(F.mse_loss(o, t) / len(SEEN))
+    return torch.stack(terms).mean()
+
+
+@hides
+def kept_elsewhere(out: Tensor, target: Tensor) -> Tensor:
+    terms = []
+    for o, t in zip(out, target, strict=True):
+        SEEN[0] = o
+        terms.append(F.mse_loss(o, t))
+    return torch.stack(terms).mean()
+
+
 @hides
 def early(out: Tensor, target: Tensor) -> Tensor:
     terms = []
