@@ -107,7 +107,7 @@ def double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [body for body in BODIES if body is not listed], ids=lambda body: body.__name__)
 def test_what_is_cut_must_be_possible_to_cut(body: Callable[..., Tensor]) -> None:
     pipe = fxpipe.compile(Net(body), devices=2, chunks=2)
     with pytest.raises((CaptureError, InputError)):
