@@ -26,6 +26,7 @@ from fxpipe.capture.nested_values import template
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.rewriting.loops_as_vmaps import with_vmaps
+from fxpipe.capture.tracing.value_names import Names
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.value_types import BATCH, Dim, ScalarType, TensorType, TupleType, ValueType
@@ -114,7 +115,7 @@ def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any,
     ):
         pairs = zip(ops, others, strict=False)
         raise _differs(next((two for one, two in pairs if one.target != two.target), others[-1] if others else None))
-    merged = _Ops(rows, {op.name for op in ops} | {*draft.graph.types})
+    merged = _Ops(rows, Names(draft.graph.types))
     for op, like in zip(ops, others, strict=True):
         merged.add(op, like)
     typed = tuple(
@@ -146,13 +147,13 @@ def _differs(op: Op | None) -> CaptureError:
 class _Ops:
     """Ops of two traces, at `rows` samples, merged so far.
 
-    - `used`: names that are taken.
+    - `names`: those that are taken, and new ones.
     - `same`: the names of the first trace, by those of the second.
     - `numbers`: the values that compute a number from the batch size, by its factor and rest.
     """
 
     rows: tuple[int, int]
-    used: set[str]
+    names: Names
     ops: list[Op] = field(default_factory=list)
     same: dict[str, str] = field(default_factory=dict)
     numbers: dict[tuple[int, int], Ref] = field(default_factory=lambda: {(1, 0): Ref(BATCH)})
@@ -218,10 +219,7 @@ class _Ops:
         return self.numbers[found]
 
     def _computed(self, op: Op, wish: str, function: Callable[..., Any], of: Ref, by: int) -> Ref:
-        name = wish.replace("-", "minus_")  # a factor may be negative
-        while name in self.used:
-            name += "_"
-        self.used.add(name)
+        name = self.names(wish.replace("-", "minus_"))  # a factor may be negative
         self.ops.append(Op(name, function, (of, by), {}, ScalarType("int"), op.origin, op.regions))
         return Ref(name)
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.capture.tracing.value_names import source_tree
 from fxpipe.errors import InputError, of_user
 
 BARRED = (ast.Lambda, ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)  # what may run later, or assigns names
@@ -55,11 +55,8 @@ def _how_reduced(code: CodeType) -> str | None:
     names = code.co_varnames[: code.co_argcount]
     if code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS) or not names:
         return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError, TypeError):  # written in a shell, or a lambda within a line
-        return None
-    function = tree.body[0] if len(tree.body) == 1 else None
+    tree = source_tree(code)
+    function = tree.body[0] if tree is not None and len(tree.body) == 1 else None
     if not isinstance(function, ast.FunctionDef):
         return None
     body = [statement for statement in function.body if not _is_text(statement)]
@@ -70,16 +67,15 @@ def _how_reduced(code: CodeType) -> str | None:
     *starts, loop = body[:-1]
     if not isinstance(loop, ast.For) or loop.orelse or not _goes_through(loop.iter, names):
         return None
-    sums = {name: kind for start in starts for name, kind in _start(start)}
     found = _reduced(last.value, names)
-    if len(starts) != 1 or found is None or not isinstance(found[0], ast.Name) or sums.get(found[0].id) != found[1]:
+    into = None if found is None else _name(found[0])
+    if found is None or into is None or len(starts) != 1 or _start(starts[0]) != (into, found[1]):
         return None
-    made = [_term(statement, found[0].id) for statement in loop.body]
-    terms = [term for term in made if term is not None]
-    plain = len(terms) == 1 and all(term or _only_names(one) for term, one in zip(made, loop.body, strict=True))
-    rest = [term or statement for term, statement in zip(made, loop.body, strict=True)]
-    fine = plain and _alone(rest, _stored(loop.target), {*names, *sums})
-    return found[2] if fine else None
+    terms = [_term(statement, into) for statement in loop.body]
+    others = [statement for statement, term in zip(loop.body, terms, strict=True) if term is None]
+    once = len(others) == len(terms) - 1 and all(map(_only_names, others))
+    body = [term or statement for statement, term in zip(loop.body, terms, strict=True)]
+    return found[2] if once and _alone(body, _stored(loop.target), {*names, into}) else None
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -98,15 +94,15 @@ def _name(node: Any) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _start(statement: ast.stmt) -> Iterator[tuple[str, str]]:
-    """What `terms = []` and `total = 0` begin, by name: a list or a number."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not _name(statement.targets[0]):
-        return
-    value = statement.value
+def _start(statement: ast.stmt) -> tuple[str | None, str] | None:
+    """What `terms = []` or `total = 0` begins: the name, and whether it is a list or a number; None for others."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    name, value = _name(statement.targets[0]), statement.value
     if isinstance(value, ast.List) and not value.elts:
-        yield str(_name(statement.targets[0])), "list"
-    elif isinstance(value, ast.Constant) and type(value.value) in (int, float) and value.value == 0:
-        yield str(_name(statement.targets[0])), "number"
+        return name, "list"
+    zero = isinstance(value, ast.Constant) and type(value.value) in (int, float) and value.value == 0
+    return (name, "number") if zero else None
 
 
 def _term(statement: ast.stmt, of: str) -> ast.stmt | None:
@@ -128,20 +124,16 @@ def _reduced(value: ast.expr, names: tuple[str, ...]) -> tuple[ast.expr, str, st
     """What is reduced, whether it is a list or a number, and how; None if that is not known."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
         found = _reduced(value.left, names)
-        if (
-            found is None
-            or found[2] != "sum"
-            or not _is_call(value.right, "len")
-            or not isinstance(value.right, ast.Call)
-        ):
+        counted = _name(_given_to("len", value.right))
+        if found is None or found[2] != "sum" or counted is None or counted not in (*names, _name(found[0])):
             return None
-        return (*found[:2], "mean") if _name(value.right.args[0]) in (*names, _name(found[0])) else None
+        return *found[:2], "mean"
     if isinstance(value, ast.Name):
         return value, "number", "sum"
     if not isinstance(value, ast.Call) or value.keywords:
         return None
-    if _is_call(value, "sum"):
-        return value.args[0], "list", "sum"
+    if (added := _given_to("sum", value)) is not None:
+        return added, "list", "sum"
     stacked = value.func.value if isinstance(value.func, ast.Attribute) and not value.args else None
     how = value.func.attr if isinstance(value.func, ast.Attribute) else ""
     if how in ("mean", "sum") and isinstance(stacked, ast.Call) and ast.unparse(stacked.func) == "torch.stack":
@@ -149,9 +141,10 @@ def _reduced(value: ast.expr, names: tuple[str, ...]) -> tuple[ast.expr, str, st
     return None
 
 
-def _is_call(value: ast.expr, name: str) -> bool:
-    """Whether this calls a function of Python with one argument."""
-    return isinstance(value, ast.Call) and _name(value.func) == name and len(value.args) == 1 and not value.keywords
+def _given_to(function: str, value: ast.expr) -> ast.expr | None:
+    """The argument of a call of this function of Python with one; None for others."""
+    calls = isinstance(value, ast.Call) and _name(value.func) == function and not value.keywords
+    return value.args[0] if calls and isinstance(value, ast.Call) and len(value.args) == 1 else None
 
 
 def _of_generator(value: ast.expr, names: tuple[str, ...]) -> str | None:
@@ -170,11 +163,10 @@ def _stored(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
-def _alone(statements: Iterable[ast.stmt], known: set[str], outside: set[str]) -> bool:
+def _alone(statements: Sequence[ast.stmt], known: set[str], outside: set[str]) -> bool:
     """Whether statements only use names that are `known`, that they assign before, or that nothing in the function
     assigns; so that nothing comes from the samples before, and none of `outside`."""
-    statements, known = list(statements), set(known)
-    local = outside.union(*map(_stored, statements)) | known
+    local = known.union(outside, *map(_stored, statements))
     for statement in statements:
         nodes = list(ast.walk(statement))
         own = {name for one in nodes if isinstance(one, ast.comprehension) for name in _stored(one.target)}
@@ -182,7 +174,7 @@ def _alone(statements: Iterable[ast.stmt], known: set[str], outside: set[str]) -
         barred = any(isinstance(one, BARRED) for one in nodes) or own & known or _stored(statement) & outside
         if barred or (loads - own) & (local - known):
             return False
-        known |= _stored(statement) - own
+        known = known | (_stored(statement) - own)
     return True
 
 

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 from tokenize import TokenError
+from types import CodeType
 from typing import Any
 
 from fxpipe.ir.graph.value_types import TensorType
@@ -46,15 +47,20 @@ class Names:
         return free
 
 
+def source_tree(function: Callable[..., Any] | CodeType) -> ast.Module | None:
+    """The syntax tree of a function; None if there is no source, or one that does not parse by itself."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError, TokenError):
+        return None
+
+
 def named_sizes(forward: Callable[..., Any]) -> dict[tuple[str, int], str]:
     """What a forward calls the sizes of its arguments, as in `b, t = x.shape` or `t = x.size(1)`: by argument and
     dimension."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError, ValueError, TokenError):  # no source, or one that does not parse by itself
-        return {}
+    tree = source_tree(forward)
     found: dict[tuple[str, int], str] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Name, ast.Tuple)):
             target, value = node.targets[0], ast.unparse(node.value)
             one = re.fullmatch(r"(.+)\.(?:shape\[(\d+)\]|size\((\d+)\))", value)

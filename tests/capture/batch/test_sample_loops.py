@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, MixedSamplesWarning
+from tests.capture.batch.test_selected_rows import named, same_gradients
 from tests.helpers.marks import mostly_slow
 
 Body = Callable[[Any, Tensor, Tensor], Any]
@@ -216,10 +217,6 @@ def numbers(self: Any, x: Tensor, h: Tensor) -> Tensor:
     return torch.stack([self.second(one) * one.detach()[0, 0].item() for one in h])
 
 
-def named(body: Body) -> str:
-    return body.__name__
-
-
 def flat(made: Any) -> tuple[Tensor, ...]:
     return (made,) if isinstance(made, Tensor) else tuple(made)
 
@@ -238,12 +235,6 @@ def check(model: nn.Module, chunks: int, samples: int, **options: Any) -> None:
                 sum(one.square().sum() for one in made).backward()  # type: ignore[union-attr]
             same_gradients(model, plain)
         assert len(pipe.stages) == 2
-
-
-def same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        ours, theirs = (torch.zeros_like(x) if x.grad is None else x.grad for x in (one, other))
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("body", LOOPS, ids=named)

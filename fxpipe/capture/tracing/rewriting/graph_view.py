@@ -29,6 +29,13 @@ from fxpipe.ir.attribute_paths import attribute_path
 LINES = ("stack_trace", "nn_module_stack", "source_fn_stack")  # where a node comes from
 
 
+def own_values(module: fx.GraphModule) -> None:
+    """Give every placeholder its value: that of a copied layer's tensor is only made when it is needed."""
+    for node in placeholders(module):
+        if "alike" in node.meta:
+            node.meta["example_value"] = node.meta.pop("alike")[1]()
+
+
 class Mistake(ValueError):
     """What is wrong with the graph that a transform returned."""
 

@@ -22,9 +22,8 @@ from torch import fx
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects.op_effects import Step, steps
 
+from .graph_view import LINES, own_values
 from .sample_loops import Env, Join, Loops, find_loops, sample_lines
-
-LINES = ("stack_trace", "nn_module_stack", "source_fn_stack")  # where a node comes from
 
 
 def with_vmaps(one: tuple[Traced, int], other: tuple[Traced, int]) -> tuple[Traced, Traced] | None:
@@ -50,10 +49,9 @@ class _Copy:
         self.graph.output(self.graph.graph_copy(traced.module.graph, nodes))
         for node, new in nodes.items():
             new.meta = copy.copy(node.meta)
-            if "alike" in new.meta:
-                new.meta["example_value"] = new.meta.pop("alike")[1]()
         module = fx.GraphModule(traced.module, self.graph)
         module.meta = traced.module.meta
+        own_values(module)
         self.graph = module.graph
         self.traced = replace(traced, module=module)
         self.env: Env
@@ -62,7 +60,7 @@ class _Copy:
 
 
 @cache
-def vmap_ops() -> Mapping[str, Callable[..., Any]]:
+def _vmap_ops() -> Mapping[str, Callable[..., Any]]:
     """The functions that torch.vmap is made of in a trace, by name, as a trace of one shows them."""
     found: dict[str, Callable[..., Any]] = {}
 
@@ -151,7 +149,7 @@ class _Writer:
         return self._of(join.node, graph.call_method("clone", (whole,)))  # joins make copies
 
     def _vmap_op(self, name: str, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        return self._of(like, self.made.graph.call_function(vmap_ops()[name], args))
+        return self._of(like, self.made.graph.call_function(_vmap_ops()[name], args))
 
     @staticmethod
     def _of(like: fx.Node, node: fx.Node) -> fx.Node:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from fxpipe.capture.tracing.effects.observed_writes import memory
 from fxpipe.capture.tracing.effects.op_effects import Step
+from fxpipe.ir.graph.graph import target_name
 from fxpipe.ir.graph.ops import PIECES
 
 CATS, STACKS, PADS = {"cat", "concat", "concatenate"}, {"stack"}, {"pad_sequence"}
@@ -145,7 +146,7 @@ def _size(value: Any, dim: Any) -> Any:
 
 def op_name(node: fx.Node) -> str:
     """The name of the function or method that an op calls: `getitem` also for `x.__getitem__`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = target_name(node.target).lstrip(".")
     return name.strip("_") if name.startswith("__") else name
 
 

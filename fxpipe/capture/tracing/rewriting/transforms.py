@@ -22,7 +22,7 @@ from fxpipe.capture.tracing.symbolic_sizes import type_of
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import FxpipeError, PlanError, of_user
 
-from .graph_view import Mistake, Transform, View, placeholders, trace_of, values, view_of
+from .graph_view import Mistake, Transform, View, own_values, placeholders, trace_of, values, view_of
 
 
 def transformed(
@@ -30,9 +30,8 @@ def transformed(
 ) -> Traced:
     """The trace after all transforms. Raises PlanError, with the name of the function, if one of them fails, or returns
     a graph that does not run, or has other inputs, outputs or parameters."""
-    for node in placeholders(traced.module) if transforms else ():
-        if "alike" in node.meta:
-            node.meta["example_value"] = node.meta.pop("alike")[1]()
+    if transforms:
+        own_values(traced.module)
     for transform in transforms:
         traced = _after(traced, flat, call, slots, transform)
     return traced
