@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from fxpipe.codegen.text.line_layout import Brackets, flat, prefix
 from fxpipe.codegen.text.object_text import literal, modules_of, nest
 from fxpipe.codegen.text.source_names import identifier, member, spells, string
-from fxpipe.codegen.text.statements import BLANK, Block, Call, Statement, tuple_of
+from fxpipe.codegen.text.statements import BLANK, Assign, Block, Call, Statement, tuple_of
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph.graph import Graph, Ref, Struct, refs
+from fxpipe.ir.graph.sample_lists import SampleList, packed
 
 
 class _Part(NamedTuple):
@@ -110,7 +111,9 @@ def _parts(names: _Arguments) -> Iterator[_Part]:
 def _walk(access: str, template: Any) -> Iterator[_Part]:
     """The parts of an argument, outer before inner."""
     yield _Part(access, template)
-    if isinstance(template, Struct):
+    if _is_sample_list(template):
+        yield from _walk(_packed(access), template.fields[0][1])
+    elif isinstance(template, Struct):
         for name, item in template.fields:
             yield from _walk(member(access, name), item)
     elif isinstance(template, (tuple, list)):
@@ -121,9 +124,20 @@ def _walk(access: str, template: Any) -> Iterator[_Part]:
             yield from _walk(f"{access}[{flat(literal(key))}]", item)
 
 
+def _is_sample_list(template: Any) -> bool:
+    return isinstance(template, Struct) and template.cls is SampleList
+
+
+def _packed(access: str) -> str:
+    """The variable with the tensors of a list whose items are the samples."""
+    return f"{identifier(access)}_each"
+
+
 def _check(part: _Part) -> tuple[Statement, ...]:
     """Statements that raise an error if the value differs from the one at capture."""
     access, found = part
+    if _is_sample_list(found):
+        return (Assign((_packed(access),), Call(f"{packed.__module__}.{packed.__name__}", (string(access), access))),)
     if isinstance(found, (Ref, Struct)):
         return ()
     if isinstance(found, (tuple, list)):
@@ -152,11 +166,13 @@ def _text(value: Any) -> str | None:
 
 
 def _modules(value: Any) -> set[str]:
+    parts = list(_walk("", value))
+    lists = {packed.__module__ for part in parts if _is_sample_list(part.found)}
     try:
-        literals = [part.found for part in _walk("", value) if not isinstance(part.found, (Ref, Struct))]
-        return {module for item in literals for module in modules_of(item)} - {""}
+        literals = [part.found for part in parts if not isinstance(part.found, (Ref, Struct))]
+        return lists | {module for item in literals for module in modules_of(item)} - {""}
     except ValueError:
-        return set()
+        return lists
 
 
 def _result(graph: Graph) -> tuple[Statement, frozenset[str]]:

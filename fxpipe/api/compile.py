@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import nn
@@ -78,7 +78,7 @@ def compile(
     plan: Plan | Planned | Replanned | str | Path | None = None,
     strategy: RequestedCall | None = None,
     profile: str | Profile = PROFILE,
-    batch_dim: int | Mapping[str, int | None] = 0,
+    batch_dim: int | Mapping[str, int | Literal["items"] | None] = 0,
     dynamic: bool = True,
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool | None = None,
@@ -157,7 +157,8 @@ def compile(
     - `batch_dim`: the dimension along which all inputs are cut; or a dict from names of arguments (or "target", that of
       a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; arguments that
       are not in it are cut along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is
-      one of them.
+      one of them. "items" for a list whose items are the samples, as the targets of a detector are. A list with as many
+      items as there are samples is such a list unless all tensors in it have as many rows.
     - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
       length needs no capture; where the model, or backward="code", needs a number, it is one. False, and with a
       strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in others.

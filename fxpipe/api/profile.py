@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ def profile(
     *inputs: Any,
     device: str | torch.device | Device | Cluster | None = None,
     batch: int | None = None,
-    batch_dim: int | Mapping[str, int | None] = 0,
+    batch_dim: int | Mapping[str, int | Literal["items"] | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
     dtype: str | None = None,
     **kwargs: Any,

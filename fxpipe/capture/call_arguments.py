@@ -2,7 +2,8 @@
 
 Every tensor with a dimension is cut along its first one, unless `batch_dim` says otherwise: another dimension for all,
 or a mapping from the name of an argument (`"mask"`, `"batch['ids']"`) to its dimension, or to None if every micro-batch
-gets it whole. The name of a nest stands for all tensors in it.
+gets it whole. The name of a nest stands for all tensors in it. `"items"`: it is a list, and its items are the samples
+(`sample_lists.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,10 @@ from fxpipe.errors import InputError, did_you_mean
 from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
 
 from .nested_values import change
+from .sample_lists import ITEMS, untraced_lists, within
 
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
-BatchDim = int | Mapping[str, int | None]
+BatchDim = int | Mapping[str, int | Literal["items"] | None]
 NO_OBJECTS = ArgumentObjects()
 
 
@@ -121,7 +123,10 @@ class Arguments:
         uncut: bool = False,
     ) -> None:
         self.model, self.signature = model, forward_signature(model)
-        self.batch_dim = batch_dim
+        # Of a call that is not cut, all items of a list are those of its one micro-batch.
+        if uncut and not isinstance(batch_dim, int):
+            batch_dim = {name: None if dim == ITEMS else dim for name, dim in batch_dim.items()}
+        self.batch_dim: BatchDim = batch_dim
         self.sizes = sizes
         self.uncut = uncut
         self.twins: dict[Any, Tensor] = {}
@@ -162,15 +167,24 @@ class Arguments:
         args, kwargs, targets = request.args, request.kwargs, request.targets or ()
         names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
+        padded: set[int] = set()  # to the largest of these samples
+        named = list(zip((*names, *(self.target for _ in targets)), (*args, *kwargs.values(), *targets), strict=True))
+        lists = {} if self.uncut or not assumed.any_rows else untraced_lists(named, self.batch_dim)
 
         def note(path: str, tensor: Tensor) -> Tensor:
             reals.append((path, tensor, cut_along(self.batch_dim, path, tensor) if assumed.any_rows else None))
             return tensor
 
-        for name, value in zip(
-            (*names, *(self.target for _ in targets)), (*args, *kwargs.values(), *targets), strict=True
-        ):
-            change(value, note, name)
+        def note_item(path: str, tensor: Tensor) -> Tensor:
+            reals.append((path, tensor, 0))
+            if path.endswith(".values"):
+                padded.add(id(tensor))
+            return tensor
+
+        for name, value in named:
+            change(value, note, name, memo={id(items): (items, items) for items, _ in lists.values()} or None)
+        for path, (_, untraced) in lists.items():
+            change(untraced, note_item, path)
         if not isinstance(self.batch_dim, int):
             check_names(
                 self.batch_dim, [path for path, _, _ in reals], (*self.signature.parameters, self.target), self.open
@@ -182,23 +196,26 @@ class Arguments:
         by_real: dict[int, Tensor] = {}
         for position, (path, real, dim) in enumerate(reals):
             if id(real) not in by_real:
-                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device, assumed.any_lengths)
+                lengths = id(real) in padded or (assumed.any_lengths and holds_whole_numbers(real))
+                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device, lengths)
                 leaves[id(twin)] = Leaf(path, real, twin, dim)
 
         def swap(path: str, tensor: Tensor) -> Tensor:
             return by_real[id(tensor)]
 
         objects = ArgumentObjects()
+        objects.memo |= {id(items): (items, change(untraced, swap)) for items, untraced in lists.values()}
 
         def hollowed(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(change(value, swap, memo=objects.memo) for value in values)
 
-        new, named = hollowed(args), {key: change(value, swap, memo=objects.memo) for key, value in kwargs.items()}
+        new = hollowed(args)
+        new_kwargs = {key: change(value, swap, memo=objects.memo) for key, value in kwargs.items()}
         aims = hollowed(targets)
-        given = (new, named) if request.targets is None else (new, named, aims)
+        given = (new, new_kwargs) if request.targets is None else (new, new_kwargs, aims)
         target = dict(zip((self.target,), aims, strict=False))
         objects.begin()
-        return Call(new, named, given, leaves, batch, rows, names, target, request.rest, objects)
+        return Call(new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects)
 
     def twin(
         self,
@@ -207,16 +224,15 @@ class Arguments:
         dim: int | None,
         rows: int | None,
         device: torch.device | None,
-        any_lengths: bool,
+        lengths: bool,
     ) -> Tensor:
-        """The stand-in of an argument, whose batch dimension is a symbol, and with `any_lengths` maybe others."""
-        lengths = range(real.dim()) if any_lengths and holds_whole_numbers(real) else ()
+        """The stand-in of an argument, whose batch dimension is a symbol, and with `lengths` all others."""
         form = real.shape, real.stride(), real.dtype, real.device, real.requires_grad, type(real)
-        key = position, form, dim, rows, bool(lengths)
+        key = position, form, dim, rows, lengths
         made = self.twins.get(key)
         if made is None:
             made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
-            for each in {*lengths, *(() if dim is None else (dim,))}:
+            for each in range(real.dim()) if lengths else () if dim is None else (dim,):
                 let_vary(made, each)
             if len(self.twins) > 1000:
                 self.twins.clear()  # a program whose shapes never repeat
@@ -314,12 +330,14 @@ def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
     """The dimension along which an argument is cut, at least 0; None if it is not. Raises InputError if the argument
     does not have the dimension."""
     default = batch_dim if isinstance(batch_dim, int) else 0
-    dim = default if tensor.dim() else None
+    dim: int | str | None = default if tensor.dim() else None
     if not isinstance(batch_dim, int) and (names := [name for name in batch_dim if within(path, name)]):
         request = max(names, key=len)
         dim = batch_dim[request] if request == path or tensor.dim() else None
     if dim is None:
         return None
+    if not isinstance(dim, int):
+        raise InputError(f"batch_dim says that the items of {path} are the samples, and it is a tensor here")
     if not -tensor.dim() <= dim < tensor.dim():
         raise InputError(
             f"{path} has {tensor.dim()} dimensions, so it cannot be cut along dimension {dim}; "
@@ -328,16 +346,7 @@ def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
     return dim % tensor.dim()
 
 
-def within(path: str, name: str) -> bool:
-    """Whether `name` is that of the tensor at `path`, or of a nest that contains it.
-
-    >>> within("rope[0]", "rope"), within("batch['ids']", "batch['ids']"), within("ropes", "rope")
-    (True, True, False)
-    """
-    return path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "[")
-
-
-def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], optional: Sequence[str], open: bool) -> None:
+def check_names(batch_dim: Mapping[str, Any], paths: Sequence[str], optional: Sequence[str], open: bool) -> None:
     """Raise InputError for a name in `batch_dim` that no input can have. Names of inputs that this call leaves out are
     allowed. `open`: forward takes arguments of any name."""
     for name in batch_dim:

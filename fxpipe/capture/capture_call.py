@@ -197,6 +197,7 @@ class CallCapture:
                 if less is None:
                     raise refused
                 self.assumed = less
+                self.pieces.given_up.clear()  # with less assumed, each may be an op
                 self.anew()
         except BaseException:
             self.assumed = before  # refused, too

@@ -34,6 +34,7 @@ SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # torch's names of sizes
 HOOKED = "a module in the model has a backward hook, which would not run"
 DERIVES = "it takes derivatives inside of forward"
 WRITTEN_OUT = "write them out, as operations"
+LOOKS_INTO_LIST = "it looks into a list whose items are the samples"
 A_PIPE = "it runs a pipeline of fxpipe"  # a part of the message about a call of a pipe
 # A pattern of Dynamo's message, the reason, what to write instead.
 ADVICE = (
@@ -41,6 +42,11 @@ ADVICE = (
         A_PIPE,
         "it calls a pipe, and a pipe cannot be a part of what another one cuts",
         "write `plain = pipe.model` before and plain(x) here, or call the pipe before and pass what it returns",
+    ),
+    (
+        LOOKS_INTO_LIST,
+        LOOKS_INTO_LIST,
+        "let a submodule of its own or the loss function do that, or pass one tensor, padded, in place of the list",
     ),
     (
         r"[Dd]ata-dependent (branch|jump)|Data-dependent branching",

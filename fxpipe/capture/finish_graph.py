@@ -30,6 +30,7 @@ from .call_arguments import Call
 from .capture_errors import at
 from .model_with_loss import name_loss
 from .nested_values import template
+from .sample_lists import for_ops
 
 NO_GRAD = (Region("grad", (False,)),)
 
@@ -135,7 +136,7 @@ def finish(
     graph = replace(
         graph,
         result=template(seen.result, ref),
-        call=template((call.args, {**call.kwargs, **call.target}), ref),
+        call=template(for_ops((call.args, {**call.kwargs, **call.target})), ref),
         arguments=call.names[: len(call.args)],
     )
     kept: Any = [template(value, ref) for value in seen.touched]

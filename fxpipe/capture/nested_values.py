@@ -53,7 +53,8 @@ def change(value: Any, swap: Swap, path: str = "", depth: int = 0, memo: Memo | 
 
 def _change_items(value: Any, swap: Swap, path: str, depth: int, memo: Memo | None) -> Any:
     """`change` for tuples and lists."""
-    items = [change(item, swap, f"{path}[{i}]", depth + 1, memo) for i, item in enumerate(value)]
+    names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{i}]" for i in range(len(value))]
+    items = [change(item, swap, path + name, depth + 1, memo) for name, item in zip(names, value, strict=True)]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if isinstance(value, deque):

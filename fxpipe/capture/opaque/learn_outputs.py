@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import Refused
 from fxpipe.capture.nested_values import change
+from fxpipe.capture.sample_lists import for_ops, with_lists
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, as_held
 from fxpipe.ir.graph.opaque_call import (
@@ -38,6 +39,7 @@ from fxpipe.ir.graph.opaque_call import (
     take_apart,
     wanting,
 )
+from fxpipe.ir.graph.sample_lists import of_samples, unpacked
 from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
@@ -55,7 +57,7 @@ class Heard:
 
     piece: Piece
     key: Any
-    takes: list[tuple[torch.dtype, tuple[int, ...]]]
+    takes: list[tuple[torch.dtype, tuple[int | None, ...]]]
     wants: tuple[bool, ...]
     gives: list[Any]  # tensors without memory, and other leaves
     form: Callable[[Any], Any]
@@ -131,7 +133,7 @@ def run_plainly(call: Call, twins: Twins, holders: tuple[Any, ...], function: Ca
     raises."""
     running, given, rest, beside = _real_call(twins, call, holders, count)
     with _undone(running, beside, call):
-        function(running.root, *given, *rest)
+        function(running.root, *with_lists(given), *rest)
 
 
 def _real_call(
@@ -168,7 +170,11 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
         if len(small) != len(large):
             return None
         takes.append((dtype, tuple(a if a == b else None for a, b in zip(small, large, strict=True))))
-        varying += [(i, d, a, b) for d, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+        varying += [
+            (i, d, a, b)
+            for d, (a, b) in enumerate(zip(small, large, strict=True))
+            if a != b and a is not None and b is not None
+        ]
     gives = [_gives(a, b, varying) for a, b in zip(one.gives, two.gives, strict=True)]
     if any(item is _NOT for item in gives):
         return None
@@ -218,8 +224,10 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = for_ops((args, kwargs))
             tensors, key = take_apart(module, args, kwargs)
-            takes = [(x.dtype, tuple(x.shape)) for x in tensors]
+            own_sizes = {id(x) for x in of_samples((args, kwargs))}
+            takes = [(x.dtype, _shape(x, id(x) in own_sizes)) for x in tensors]
             wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
             held = {address for x in (*tensors, *module.parameters()) for address in addresses(x)}
             before, others, versions = torch.get_rng_state(), _other_numbers(), [version_of(x) for x in tensors]
@@ -227,7 +235,8 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
             contents = [x.detach().clone() for x in dense]  # a write to `.data` leaves the version
             derivatives = Derivatives(tensors)
             with said_to_compile(False), derivatives:  # as when the pipeline runs it
-                result = own(*args, **kwargs)
+                given, named = unpacked((args, kwargs))
+                result = own(*given, **named)
             piece.leaves |= derivatives.leave
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
@@ -247,6 +256,11 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
         twin = running.twin(piece.opaque.module)
         running.put_forward(twin, listener(piece, twin))
     return calls
+
+
+def _shape(x: Tensor, of_samples: bool) -> tuple[int | None, ...]:
+    """The shape of a tensor that a piece is given; of each sample's own sizes only that of the batch."""
+    return (x.shape[0], *(None for _ in x.shape[1:])) if of_samples else tuple(x.shape)
 
 
 def _other_numbers() -> tuple[Any, ...]:

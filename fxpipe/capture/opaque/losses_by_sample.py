@@ -39,15 +39,22 @@ def how_reduced(loss_fn: Any) -> str | None:
 
 
 def by_sample(loss_fn: Any, given: tuple[Any, ...]) -> Tensor | None:
-    """The losses of single samples, f[b]; None if the arguments are not all tensors with as many samples. Raises
-    InputError if the loss is no single number."""
-    rows = {x.shape[0] if isinstance(x, Tensor) and x.dim() else None for x in given}
-    if len(rows) != 1 or None in rows:
+    """The losses of single samples, f[b]; None if the arguments are not all tensors or lists with as many samples.
+    Raises InputError if the loss is no single number."""
+    samples = [_samples(x) for x in given]
+    if len(set(map(len, samples))) != 1 or not samples[0]:
         return None
-    each = [loss_fn(*one) for one in zip(*(x.split(1) for x in given), strict=True)]
+    each = [loss_fn(*one) for one in zip(*samples, strict=True)]
     if not all(isinstance(loss, Tensor) and not loss.dim() for loss in each):
         raise InputError(f"{of_user(loss_fn)} returns {each[0]!r}, which is no loss; return a tensor with one number")
     return torch.stack(each)
+
+
+def _samples(given: Any) -> Sequence[Any]:
+    """A tensor or list of each sample alone; nothing for others."""
+    if isinstance(given, Tensor):
+        return torch.split(given, 1) if given.dim() else ()
+    return [[item] for item in given] if type(given) is list else ()
 
 
 @lru_cache(maxsize=256)
@@ -114,9 +121,12 @@ def _term(statement: ast.stmt, of: str) -> ast.stmt | None:
     elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add) and _name(statement.target) == of:
         term = statement.value
     elif isinstance(statement, ast.Assign) and [_name(target) for target in statement.targets] == [of]:
-        value = statement.value
-        adds = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _name(value.left) == of
-        term = value.right if adds and isinstance(value, ast.BinOp) else None
+        value: ast.expr = statement.value
+        parts = list[ast.expr]()
+        while isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+            parts.append(value.right)
+            value = value.left
+        term = ast.Tuple(parts) if parts and _name(value) == of else None
     return None if term is None else ast.Expr(term)
 
 

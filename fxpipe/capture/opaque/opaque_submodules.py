@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.capture_errors import DATA_SIZES, HOOKED, Refused
+from fxpipe.capture.sample_lists import for_ops
 from fxpipe.capture.tracing.data_sizes import unnamed_sizes
 from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
@@ -70,7 +71,8 @@ class Piece:
 
         def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo, and never run
             tensors = [getattr(part, key) for _, part, key in places]
-            return forms[module.training](op(tensors, args, kwargs))  # no name: it would be one in the generated code
+            # No name for the result: it would be one in the generated code.
+            return forms[module.training](op(tensors, *for_ops((args, kwargs))))
 
         self.call, self.forward = call, forward
         self.forms.update(dict.fromkeys((True, False), list))  # until they are learnt

@@ -111,7 +111,7 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call, tell_
         raise InputsWritten(written)
     build.state_of = {state.name: state for state in build.states}
     results = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
-    build.last_read = {node: i for i, step in enumerate(found) for node in step.node.all_input_nodes}
+    build.last_read = {node: i for i, step in enumerate(found) for node in _read_by(step.node)}
     build.returned = frozenset(results)
     _ops(build, found, env)
     outputs = tuple(build.of_node[node] for node in results)
@@ -142,6 +142,8 @@ def _written(build: Builder, found: list[Step]) -> list[tuple[str, fx.Node, fx.N
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
     for position, step in enumerate(found):
         first = step.node.args[0] if step.node.args else None
+        if _makes_named_tuple(step.node):
+            continue
         if step.node.target == "item" and isinstance(first, fx.Node) and build.of_node.get(first) in build.places:
             build.of_node[step.node] = build.of_node[first]
         else:
@@ -154,6 +156,8 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
 
     def leaf(item: Any) -> Any:
         if isinstance(item, fx.Node):
+            if _makes_named_tuple(item):
+                return item.target(*map_leaves(item.args, leaf))  # type: ignore[operator]
             # A size that does not vary.
             fixed = item.op != "placeholder" and type(env[item]) in (bool, int, float)
             return env[item] if fixed else Ref(build.of_node[item])
@@ -210,6 +214,17 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         for owner in owners:
             build.of_node[owner] = name
     return Op(name, function, args, kwargs, kind, origin, step.regions, writes, draw)
+
+
+def _makes_named_tuple(node: fx.Node) -> bool:
+    """Whether a node only puts values together, which stand in the arguments of the op that reads them."""
+    return isinstance(node.target, type) and issubclass(node.target, tuple) and hasattr(node.target, "_fields")
+
+
+def _read_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The values in the arguments of a node."""
+    for read in node.all_input_nodes:
+        yield from _read_by(read) if _makes_named_tuple(read) else (read,)
 
 
 def _type(build: Builder, value: Any) -> ValueType:

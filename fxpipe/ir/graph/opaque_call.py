@@ -26,6 +26,7 @@ from fxpipe.torch_internals.pytrees import tree_flatten
 from fxpipe.torch_internals.tensor_memory import memory_key, sparse_parts, version_of
 
 from .graph import Graph, Op, Origin, called
+from .sample_lists import unpacked
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]
@@ -183,7 +184,8 @@ class Opaque:
             raise RuntimeError(f"{self._who} is called in a way in which it was not captured")
         versions = _versions(given)
         with holding(self.module, tensors):
-            result = self.module.forward(*args, **kwargs)
+            given_args, given_kwargs = unpacked((args, dict(kwargs)))
+            result = self.module.forward(*given_args, **given_kwargs)
         if versions != _versions(given):
             raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
         found = leaves(result)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
+from fxpipe.ir.graph.sample_lists import SampleList, packed
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.profiling import measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
@@ -96,6 +97,8 @@ def match(template: Any, value: Any, found: dict[str, Any]) -> None:
     """Store in `found`, by name, the part of `value` at the place of each `Ref` in the template."""
     if isinstance(template, Ref):
         found.setdefault(template.name, value)
+    elif isinstance(template, Struct) and template.cls is SampleList:
+        match(template.fields[0][1], packed("a list", value), found)
     elif isinstance(template, Struct):
         for name, part in template.fields:
             match(part, getattr(value, name), found)

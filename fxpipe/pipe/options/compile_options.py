@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -57,7 +57,7 @@ class Options:
     profile: str | Profile = "estimate"
     cluster: Cluster | None = None
     plan: Plan | PlanFile | None = None
-    batch_dim: int | Mapping[str, int | None] = 0
+    batch_dim: int | Mapping[str, int | Literal["items"] | None] = 0
     dynamic: bool = True
     reduce: str | Mapping[str, str] | None = None
     deferred_batch_norm: bool | None = None

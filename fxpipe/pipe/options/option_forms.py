@@ -240,6 +240,15 @@ def or_none(form: Form, text: str) -> Form:
     return Form(text, lambda value: None if value is None else form.take(value), form.read and read)
 
 
+def or_word(word: str, form: Form, text: str) -> Form:
+    """Values of the form, or this word."""
+
+    def read(value: str) -> Any:
+        return value if value == word or form.read is None else form.read(value)
+
+    return Form(text, lambda value: word if value == word else form.take(value), read)
+
+
 def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | None = None) -> Form:
     """Instances of one of these classes."""
     return where(lambda value: isinstance(value, kinds), text, read)

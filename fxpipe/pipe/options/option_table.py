@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.capture.sample_lists import ITEMS
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.matrix_speed import STORED
@@ -37,6 +38,7 @@ from .option_forms import (
     many,
     one_of,
     or_none,
+    or_word,
     path,
     table,
     where,
@@ -79,7 +81,11 @@ SECONDS = above_zero("a number of seconds above 0")
 DEVICE = instance((str, torch.device), "a device", str)
 STAGES = many(whole(0), "a set of stages", Collection, frozenset)
 REDUCE = (one_of(*HOW), by_name(one_of(*HOW), "a dict of these by output"))
-BATCH_DIM = (DIM, by_name(or_none(DIM, "a dimension or None"), "a dict of a dimension or None for each input"))
+DIM_OR_ITEMS = or_word(ITEMS, DIM, "a dimension, or 'items'")
+BATCH_DIM = (
+    DIM,
+    by_name(or_none(DIM_OR_ITEMS, "a dimension, 'items' or None"), "a dict of a dimension, 'items' or None by input"),
+)
 NAMED_CLUSTER = where(_is_preset, ", ".join(map(repr, PRESETS)), str, lambda: tuple(PRESETS))
 DTYPE = Option(
     "dtype", "the element type to estimate for, the model's if not given", (one_of(*STORED),), "bf16", unset=True

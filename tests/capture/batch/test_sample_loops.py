@@ -319,7 +319,7 @@ ROWS = {
 }
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.lists(st.lists(st.sampled_from(sorted(ROWS)), min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(2, 4),

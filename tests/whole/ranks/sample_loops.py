@@ -1,4 +1,4 @@
-"""Steps over ranks of models and losses that go through their samples one by one."""
+"""Steps over ranks of models and losses that go through their samples one by one, or take lists of samples."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 import torch
 
 import fxpipe
+from tests.capture.batch.test_sample_lists import Boxes, images, of_boxes, targets_of
 from tests.capture.batch.test_sample_loops import Model, each_alone, in_two
 
 
-def as_the_model(group: Any, options: Mapping[str, Any]) -> None:
-    """The losses and gradients of steps, of batches of several sizes in turn, with calls between them."""
-    model = Model(in_two)
+def as_the_model(group: Any, options: Mapping[str, Any], lists: bool) -> None:
+    """The losses and gradients of steps, of batches of several sizes in turn, with calls between them. With `lists`,
+    targets are lists of dicts."""
+    model = Boxes().double() if lists else Model(in_two)
+    loss_fn: Any = of_boxes if lists else each_alone
     plain = copy.deepcopy(model)
     pipe = fxpipe.compile(model, group=group, timeout=60, **options)
     of = dict(plain.named_parameters())
     for samples in (8, 10, 8):
-        x = torch.randn(samples, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(samples))
-        target = torch.ones(samples, 3, 3, dtype=torch.float64)
+        x = images(samples)
+        counts = tuple(1 + at % 3 for at in range(samples))
+        target = targets_of(counts, samples) if lists else torch.ones(samples, 3, 3, dtype=torch.float64)
         plain.zero_grad()
         pipe.zero_grad()
-        expected = each_alone(plain(x), target)
+        expected = loss_fn(plain(x), target)
         expected.backward()
-        found = pipe.step(x, target=target, loss_fn=each_alone)
+        found = pipe.step(x, target=target, loss_fn=loss_fn)
         torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-9)
         for path, parameter in pipe.named_parameters():
             zero = torch.zeros_like(of[path])

@@ -1,4 +1,4 @@
-"""Models that go through their samples one by one, over ranks."""
+"""Models that go through their samples one by one, or take lists of samples, over ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, "1f1b".__eq__))
-def test_steps_are_those_of_the_model(pool: Pool, way: str) -> None:
-    pool.run(sample_loops.as_the_model, WAYS[way], ranks=(0, 1))
+CASES = [(way, lists) for lists in (False, True) for way in WAYS]
+
+
+@pytest.mark.filterwarnings("ignore:.* kept whole")
+@pytest.mark.parametrize(("way", "lists"), mostly_slow(CASES, lambda case: case in (("1f1b", False), ("code", True))))
+def test_steps_are_those_of_the_model(pool: Pool, way: str, lists: bool) -> None:
+    pool.run(sample_loops.as_the_model, WAYS[way], lists, ranks=(0, 1))

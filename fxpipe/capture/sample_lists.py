@@ -1,0 +1,150 @@
+"""Lists among the arguments whose items are the samples: which these are, and what a trace is given for them.
+
+images      f32[2, 3, 8, 8]                                      two samples
+targets     [{"boxes": f32[3, 4]}, {"boxes": f32[1, 4]}]         a list of two items, one a sample
+levels      [f32[2, 8], f32[2, 4], f32[2, 2]]                    no such list: each tensor has two rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import InputError
+from fxpipe.ir.graph.sample_lists import SampleList, packed, rebuilt, tensors_in, unpacked
+
+from .capture_errors import LOOKS_INTO_LIST
+from .nested_values import change, parts_of
+
+ITEMS = "items"  # in `batch_dim`: the items of this list are the samples
+DEPTH = 4  # how far the arguments are searched for lists
+
+
+class UntracedList:
+    """What forward is given in place of a list whose items are the samples. A trace can hand it on and count its items,
+    and ends where it looks into it: whatever does so is kept whole, and runs with the list itself.
+
+    - `each`: that of `SampleList`.
+    """
+
+    def __init__(self, each: Any) -> None:
+        self.each = each
+
+    def __len__(self) -> int:
+        return tensors_in(self.each)[0].shape[0]
+
+    def __iter__(self) -> Any:
+        return _end_trace()
+
+    def __getitem__(self, key: Any) -> Any:
+        return _end_trace()
+
+
+@torch.compiler.disable(reason=LOOKS_INTO_LIST)  # type: ignore[no-untyped-call, untyped-decorator]
+def _end_trace() -> Any:
+    raise TypeError(LOOKS_INTO_LIST)
+
+
+def for_ops(nest: Any) -> Any:
+    """The nest of arguments with values that an op can take in place of untraced lists."""
+    return rebuilt(nest, lambda part: SampleList(part.each) if isinstance(part, UntracedList) else None)
+
+
+def with_lists(nest: Any) -> Any:
+    """The nest of arguments with the lists themselves in place of untraced ones."""
+    return unpacked(for_ops(nest))
+
+
+class _Found(NamedTuple):
+    """A list among the arguments: `rows` are the sizes of its tensors along the batch; `records`: it is of dicts."""
+
+    path: str
+    items: Sequence[Any]
+    rows: frozenset[int]
+    records: bool
+
+
+def untraced_lists(
+    named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any]
+) -> dict[str, tuple[Sequence[Any], UntracedList]]:
+    """The lists among the named arguments whose items are the samples, and what stands for them, by path: those that
+    `batch_dim` names; and those of as many items as there are samples, unless each tensor in them has as many rows.
+    Raises InputError for a list of dicts that may be either."""
+    told = batch_dim if isinstance(batch_dim, Mapping) else {}
+    dim = batch_dim if isinstance(batch_dim, int) else 0
+    lists, outside = list[_Found](), set[int]()
+    for name, value in named:
+        for part in _walk(name, value, dim):
+            if isinstance(part, _Found):
+                lists.append(part)
+            elif not any(within(part[0], other) for other in told):
+                outside |= _rows(part[1], dim)
+    asked = [name for name, dim in told.items() if dim == ITEMS]
+    for name in asked:
+        if all(one.path != name for one in lists):
+            raise InputError(
+                f"batch_dim says that the items of {name} are the samples, and there is no list of that name with "
+                "tensors in each item"
+            )
+    chosen = [one for one in lists if one.path in asked]
+    open = [one for one in lists if not any(within(one.path, other) for other in told)]
+    as_rows = not outside and len(frozenset().union(*(one.rows for one in open))) == 1
+    counts = outside or {len(one.items) for one in open}
+    if len(counts) == 1 and not as_rows:
+        chosen += [one for one in open if len(one.items) in counts and _by_items(one)]
+    return {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}
+
+
+def _by_items(one: _Found) -> bool:
+    """Whether the items of a list with as many items as there are samples are these."""
+    count = len(one.items)
+    if one.rows != {count}:
+        return True
+    if one.records and count > 1:
+        raise InputError(
+            f"{one.path} has {count} items, and the tensors in them have {count} rows: either may be the samples; "
+            f"write batch_dim={{{one.path!r}: {ITEMS!r}}}, or batch_dim={{{one.path!r}: 0}} for the rows"
+        )
+    return False
+
+
+def within(path: str, name: str) -> bool:
+    """Whether `name` is that of the tensor at `path`, or of a nest that contains it.
+
+    >>> within("rope[0]", "rope"), within("batch['ids']", "batch['ids']"), within("ropes", "rope")
+    (True, True, False)
+    """
+    return path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "[")
+
+
+def _walk(path: str, value: Any, dim: int, depth: int = 0) -> Iterator[_Found | tuple[str, Tensor]]:
+    """The outermost lists that have tensors in each item, and the tensors that are in none."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    inside = [_tensors(item) for item in value] if type(value) in (list, tuple) else []
+    if inside and all(inside):
+        rows = frozenset(size for tensors in inside for tensor in tensors for size in _rows(tensor, dim))
+        yield _Found(path, value, rows, all(isinstance(item, Mapping) for item in value))
+        return
+    for name, part in parts_of(value) if depth < DEPTH else ():
+        yield from _walk(path + name, part, dim, depth + 1)
+
+
+def _rows(tensor: Tensor, dim: int) -> set[int]:
+    """The size along the batch, if the tensor has the dimension."""
+    return {tensor.shape[dim]} if -tensor.dim() <= dim < tensor.dim() else set()
+
+
+def _tensors(item: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(path: str, tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    change(item, note)
+    return found
