@@ -23,7 +23,7 @@ from fxpipe.codegen.text.source_names import identifier, member, spells, string
 from fxpipe.codegen.text.statements import BLANK, Assign, Block, Call, Statement, tuple_of
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph.graph import Graph, Ref, Struct, refs
-from fxpipe.ir.graph.sample_lists import SampleList, packed
+from fxpipe.ir.sample_lists import SampleList, packed
 
 
 class _Part(NamedTuple):

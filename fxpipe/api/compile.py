@@ -155,10 +155,9 @@ def compile(
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
       `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict from names of arguments (or "target", that of
-      a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; arguments that
-      are not in it are cut along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is
-      one of them. "items" for a list whose items are the samples, as the targets of a detector are. A list with as many
-      items as there are samples is such a list unless all tensors in it have as many rows.
+      a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; others are cut
+      along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is one of them. "items":
+      the items of this list are the samples, as of any list of as many items, unless each tensor has as many rows.
     - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
       length needs no capture; where the model, or backward="code", needs a number, it is one. False, and with a
       strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in others.

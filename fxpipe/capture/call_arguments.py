@@ -3,7 +3,7 @@
 Every tensor with a dimension is cut along its first one, unless `batch_dim` says otherwise: another dimension for all,
 or a mapping from the name of an argument (`"mask"`, `"batch['ids']"`) to its dimension, or to None if every micro-batch
 gets it whole. The name of a nest stands for all tensors in it. `"items"`: it is a list, and its items are the samples
-(`sample_lists.py`).
+(`untraced_lists.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.capture.twins.script_twin import forward_signature
+from fxpipe.capture.twins.untraced_lists import ITEMS, untraced_lists, within
 from fxpipe.errors import InputError, did_you_mean
 from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
 
 from .nested_values import change
-from .sample_lists import ITEMS, untraced_lists, within
 
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
 BatchDim = int | Mapping[str, int | Literal["items"] | None]

@@ -270,8 +270,7 @@ class CallCapture:
             seen = Seen(result, kind.rebound, kind.set_to, self.twins.slots)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
             limits, changes = conditions(kind.traced, kind.drafted, kind.rows), bool(kind.given or kind.written.paths)
-            graph = replace(finished.graph, conditions=limits, changes=changes)
-            kind.finished = replace(finished, graph=graph)
+            kind.finished = replace(finished, graph=replace(finished.graph, conditions=limits, changes=changes))
             kind.check(now.call, self.sizes, self._told)
         assert kind.finished is not None
         return kind.finished

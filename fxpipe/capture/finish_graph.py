@@ -30,7 +30,7 @@ from .call_arguments import Call
 from .capture_errors import at
 from .model_with_loss import name_loss
 from .nested_values import template
-from .sample_lists import for_ops
+from .twins.untraced_lists import for_ops
 
 NO_GRAD = (Region("grad", (False,)),)
 

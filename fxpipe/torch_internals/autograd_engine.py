@@ -37,14 +37,28 @@ def add_gradients(roots: Sequence[Root], grads: Sequence[Tensor], keep_graph: bo
 
 
 def gradients(
-    roots: Sequence[Root], grads: Sequence[Tensor], wanted: Sequence[Root], keep_graph: bool = False
+    roots: Sequence[Root],
+    grads: Sequence[Tensor],
+    wanted: Sequence[Root],
+    keep_graph: bool = False,
+    with_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of what is wanted, at least one; None for what backward does not reach."""
+    """The gradients of what is wanted, at least one; None for what backward does not reach. `with_graph`: they have
+    derivatives themselves."""
+    keep_graph = keep_graph or with_graph
     if ENGINE.there:
         engine: Any = torch.autograd.Variable._execution_engine
         found: tuple[Tensor | None, ...] = engine.run_backward(
-            tuple(roots), tuple(grads), keep_graph, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+            tuple(roots),
+            tuple(grads),
+            keep_graph,
+            with_graph,
+            tuple(wanted),
+            allow_unreachable=True,
+            accumulate_grad=False,
         )
         return found
     starts, ends = cast(Sequence[Tensor], roots), cast(Sequence[Tensor], wanted)  # either kind, torch's types say one
-    return torch.autograd.grad(starts, ends, [*grads], retain_graph=keep_graph, allow_unused=True)
+    return torch.autograd.grad(
+        starts, ends, [*grads], retain_graph=keep_graph, create_graph=with_graph, allow_unused=True
+    )

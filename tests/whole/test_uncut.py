@@ -55,6 +55,22 @@ def of_lists(net: Net, images: list[Tensor], targets: list[dict[str, Tensor]]) -
     return torch.stack(losses).mean()
 
 
+def of_graphs(net: Net, nodes: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+    """A graph isomorphism network: nodes add up their neighbours, and graphs their nodes."""
+
+    def with_neighbours(x: Tensor) -> Tensor:
+        return x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+
+    x = net.second(with_neighbours(net.first(with_neighbours(nodes)).relu())).relu()
+    return net.head(x.new_zeros(int(graph.max()) + 1, 8).index_add(0, graph, x))
+
+
+def graphs(size: int) -> tuple[Any, ...]:
+    graph = torch.arange(size).repeat_interleave(torch.arange(size) % 3 + 2)
+    starts = torch.arange(len(graph) - 1)
+    return torch.randn(len(graph), 6), torch.stack((starts, starts + 1))[:, graph[1:] == graph[:-1]], graph
+
+
 def tiles(size: int) -> tuple[Any, ...]:
     return torch.randn(2 * size, 6), [1 + at % 3 for at in range(size - 1)] + [
         2 * size - sum(1 + at % 3 for at in range(size - 1))
@@ -72,6 +88,7 @@ BODIES: dict[Callable[..., Tensor], Callable[[int], tuple[Any, ...]]] = {
     by_counts: tiles,
     with_places: lambda size: (torch.randn(size, 6), torch.arange(3)),
     of_lists: lists,
+    of_graphs: graphs,
 }
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import Refused
 from fxpipe.capture.nested_values import change
-from fxpipe.capture.sample_lists import for_ops, with_lists
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, as_held
+from fxpipe.capture.twins.untraced_lists import for_ops, with_lists
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
@@ -39,7 +39,7 @@ from fxpipe.ir.graph.opaque_call import (
     take_apart,
     wanting,
 )
-from fxpipe.ir.graph.sample_lists import of_samples, unpacked
+from fxpipe.ir.sample_lists import of_samples, unpacked
 from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.capture_errors import DATA_SIZES, HOOKED, Refused
-from fxpipe.capture.sample_lists import for_ops
 from fxpipe.capture.tracing.data_sizes import unnamed_sizes
 from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
+from fxpipe.capture.twins.untraced_lists import for_ops
 from fxpipe.ir.graph.graph import Graph, Origin, map_leaves
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
 

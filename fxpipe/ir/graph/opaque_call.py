@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.once import once
+from fxpipe.ir.sample_lists import unpacked
 from fxpipe.torch_internals.pytrees import tree_flatten
 from fxpipe.torch_internals.tensor_memory import memory_key, sparse_parts, version_of
 
 from .graph import Graph, Op, Origin, called
-from .sample_lists import unpacked
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]

@@ -12,8 +12,8 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
-from fxpipe.ir.graph.sample_lists import SampleList, packed
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.sample_lists import SampleList, packed
 from fxpipe.profiling import measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
 

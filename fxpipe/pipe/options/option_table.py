@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.capture.sample_lists import ITEMS
+from fxpipe.capture.twins.untraced_lists import ITEMS
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.matrix_speed import STORED

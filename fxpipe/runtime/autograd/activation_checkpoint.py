@@ -67,19 +67,15 @@ class Task:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def recompute(self, saved: tuple[Tensor, ...]) -> Recomputed:
-        """Run again, with gradients, on new leaves made of the saved tensors. Raises RuntimeError under
-        `create_graph=True`, or if a parameter has changed since forward."""
-        if torch.is_grad_enabled():
-            # torch's once_differentiable would silently leave terms out when autograd.grad is given inputs.
-            raise RuntimeError(
-                f"stage {self.where[0]} recomputes in backward, and there is no backward of that: compile with "
-                'checkpoint="never" to use create_graph=True'
-            )
+        """Run again, with gradients, on new leaves made of the saved tensors; under `create_graph=True` on views of
+        these, so that the gradients have derivatives too. Raises RuntimeError if a parameter has changed since
+        forward."""
         if self.versions != [version_of(x) for x in self.unwritten]:
             raise RuntimeError(self.changed())
-        takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
+        leaf = _own_view if torch.is_grad_enabled() else _new_leaf
+        takes = tuple([leaf(x) if want else x.detach() for x, want in zip(saved, self.wanted, strict=True)])
         parameters, aliases = self.parameters, {}
-        if self.stage.regions or any(map(has_hooks, parameters)):
+        if torch.is_grad_enabled() or self.stage.regions or any(map(has_hooks, parameters)):
             aliases = self.aliases()
             parameters = tuple([aliases.get(id(x), x) for x in parameters])
         try:
@@ -99,7 +95,10 @@ class Task:
 
     def aliases(self) -> dict[int, Tensor]:
         """By the id of each parameter, an alias with the same memory and no hooks: hooks must see the whole gradient,
-        once. Parts of parameters get one too: else the gradient of a part would also flow on to the whole here."""
+        once. Parts of parameters get one too: else the gradient of a part would also flow on to the whole here. Under
+        `create_graph=True` all do: a parameter may be before this stage, too, and count here for this stage alone."""
+        if torch.is_grad_enabled():
+            return {id(x): _own_view(x) for x in self.parameters}
         parts = {id(self.stage.tensor(path)) for path in self.stage.regions}
         return {
             id(x): nn.Parameter(x.detach()) for x in self.parameters if isinstance(x, nn.Parameter) or id(x) in parts
@@ -114,6 +113,15 @@ class Task:
             f"{', '.join(paths)} changed in place between forward and backward, and stage {self.where[0]} recomputes "
             "in backward what it did with the old values; call backward before the optimizer's step"
         )
+
+
+def _new_leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def _own_view(x: Tensor) -> Tensor:
+    """A tensor in which a gradient ends that goes through it, and not one that goes around it; it has derivatives."""
+    return x.view_as(x)
 
 
 def unwritten(stage: Stage, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -201,4 +209,4 @@ def _backward(
     if not pairs or not inputs:
         return (None,) * len(inputs)
     roots, given = zip(*pairs, strict=True)
-    return gradients(roots, given, inputs)
+    return gradients(roots, given, inputs, with_graph=torch.is_grad_enabled())  # under create_graph=True

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError, InputError, PlanError
-from fxpipe.ir.graph.sample_lists import SampleList, packed
+from fxpipe.ir.sample_lists import SampleList, packed
 from tests.helpers.marks import mostly_slow
 
 Targets = list[dict[str, Any]]

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpipe.capture.capture_errors import LOOKS_INTO_LIST
+from fxpipe.capture.nested_values import change, parts_of
 from fxpipe.errors import InputError
-from fxpipe.ir.graph.sample_lists import SampleList, packed, rebuilt, tensors_in, unpacked
-
-from .capture_errors import LOOKS_INTO_LIST
-from .nested_values import change, parts_of
+from fxpipe.ir.sample_lists import SampleList, packed, rebuilt, tensors_in, unpacked
 
 ITEMS = "items"  # in `batch_dim`: the items of this list are the samples
 DEPTH = 4  # how far the arguments are searched for lists
