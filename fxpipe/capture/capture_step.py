@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.capture.opaque.losses_by_sample import how_reduced
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
-from fxpipe.errors import InputError
+from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.graph import Graph
 
 from .call_arguments import NO_TARGET, BatchDim, RequestedCall
@@ -129,18 +130,29 @@ class StepCapture:
         outputs: bool,
         do: Callable[[RequestedCall], R],
     ) -> R:
-        """Call `do` with the request of the step. If the loss function cannot be traced, keep it whole and do so
-        again."""
+        """Call `do` with the request of the step. If the loss function cannot be traced, or the step is refused and its
+        code shows what it makes of single samples, keep it whole and do so again."""
         kept = self._kept.get(code_of(loss_fn)) if self._kept else None
         if kept is not None:
             kept.loss_fn = loss_fn
         try:
             return do(self._request(args, kwargs, target, kept or loss_fn, outputs))
-        except OutsideOfModules:
-            if loss_fn is None or isinstance(loss_fn, nn.Module):
+        except CaptureError as error:
+            outside = isinstance(error, OutsideOfModules)
+            if kept is not None or loss_fn is None or isinstance(loss_fn, nn.Module):
                 raise
-        kept = self._kept[code_of(loss_fn)] = KeptLoss(loss_fn, modules_in(loss_fn))
-        return do(self._request(args, kwargs, target, kept, outputs))
+            if not outside and how_reduced(loss_fn) is None:
+                raise
+            refused = error
+        kept = KeptLoss(loss_fn, modules_in(loss_fn))
+        try:
+            found = do(self._request(args, kwargs, target, kept, outputs))
+        except CaptureError:
+            if outside:
+                raise
+            raise refused from None  # which is about the model
+        self._kept[code_of(loss_fn)] = kept
+        return found
 
     def _request(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_fn: Any, outputs: bool
