@@ -37,9 +37,15 @@ MODE_STACKS = Capability(
     without="fxpipe does not start: nothing else says that a mode would see some stages only",
     needed=True,
 )
+PROFILED = Capability(
+    what="whether a profiler records",
+    names=("torch.autograd.profiler._is_profiler_enabled",),
+    since="1.11",
+    without="a profile of a step has torch's ops, without the actions and messages of the schedule",
+)
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-__all__ = ["TorchDispatchMode", "active_modes", "modes_are_active", "without_modes"]
+__all__ = ["TorchDispatchMode", "active_modes", "is_profiled", "modes_are_active", "without_modes"]
 
 
 def modes_are_active() -> bool:
@@ -54,6 +60,11 @@ def active_modes() -> list[Any]:
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     ops = _python_dispatch._get_current_dispatch_mode_stack()
     return [*(mode for mode in functions if not isinstance(mode, DeviceContext)), *ops]
+
+
+def is_profiled() -> bool:
+    """Whether a profiler records, of this thread or of all."""
+    return PROFILED.there and torch.autograd.profiler._is_profiler_enabled
 
 
 def without_modes() -> AbstractContextManager[Any]:

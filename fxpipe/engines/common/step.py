@@ -389,7 +389,14 @@ class Step(Batches):
 
 
 def wrap(target: Any, wrappers: Mapping[str, Callable[..., Any]]) -> None:
-    """Make `target.name(...)` call `wrappers[name](target, method, ...)`, where `method` is the method of the class."""
+    """Make `target.name(...)` call `wrappers[name](target, method, ...)`, where `method` is that of the class, or what
+    wraps it already."""
     weak = weakref.proxy(target)  # a reference cycle would keep the step's tensors alive
     for name, wrapper in wrappers.items():
-        setattr(target, name, partial(wrapper, weak, getattr(type(target), name)))
+        inner = vars(target).get(name)
+        method = getattr(type(target), name) if inner is None else partial(_inside, inner)
+        setattr(target, name, partial(wrapper, weak, method))
+
+
+def _inside(wrapped: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any:
+    return wrapped(*args, **kwargs)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from fxpipe.engines.common.profiler_ranges import forward_range
 from fxpipe.engines.common.scheduler_base import Batches, SchedulerBase
 from fxpipe.engines.transports.mailbox import LOST
 from fxpipe.runtime.autograd.backward_notes import watching
@@ -22,6 +23,7 @@ from fxpipe.runtime.deferred_norms import commit, discard
 from fxpipe.runtime.error_notes import add_note
 from fxpipe.runtime.interrupts import Interrupts, ignore
 from fxpipe.runtime.worker import Compute, Report, attempt
+from fxpipe.torch_internals.op_modes import is_profiled
 
 __all__ = ["Batches", "Pipeline", "clock"]
 
@@ -53,6 +55,8 @@ class Pipeline(SchedulerBase):
         """Run all ticks. Ctrl-C ends this after a tick."""
         ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
         compute = [self.watched(j) if m.grad else getattr(self, f"compute_{j}") for j in range(len(self.stages))]
+        if is_profiled():
+            compute = [forward_range(j, one) for j, one in enumerate(compute)]
         for tick in clock(len(m), len(self.stages)):
             if interrupts.error is not None:
                 return

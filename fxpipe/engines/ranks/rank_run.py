@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.engines.common.gradient_scale import Scale
+from fxpipe.engines.common.profiler_ranges import show_ranges
 from fxpipe.engines.common.scheduler_base import Batches
 from fxpipe.engines.common.step import Observer, Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
@@ -23,6 +24,7 @@ from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, put_together, 
 from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
+from fxpipe.torch_internals.op_modes import is_profiled
 
 from .failure_attribution import Lost
 from .input_checksums import Unread
@@ -85,6 +87,8 @@ class RankRun:
         with nullcontext(nothing) if broken else standing_in(stages) as pairs:
             own = [] if broken else self.program.own
             m.begin(self.steps, pairs, scale, {}, [self.transport] * len(stages), own, observer)
+            if is_profiled():
+                show_ranges(m)
             if observer is not None:
                 observer.watch(self)
             if not broken:

@@ -12,3 +12,7 @@ def test_one_timeline(pool: Pool) -> None:
 
 def test_clocks_that_began_at_other_times(pool: Pool) -> None:
     pool.run(timelines.far_apart)
+
+
+def test_a_profile(pool: Pool) -> None:
+    pool.run(timelines.profiled)

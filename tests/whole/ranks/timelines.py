@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fxpipe
 from fxpipe.engines.common import step_timer as timed
@@ -95,4 +97,15 @@ def far_apart(group: Any) -> None:
         pipe.step(x, target=y, loss_fn=F.mse_loss, timeline=True)
     assert pipe.timeline is not None
     assert 0 <= pipe.timeline.start <= pipe.timeline.end < 500
+    pipe.close()
+
+
+def profiled(group: Any) -> None:
+    """A profile of a rank has the actions of its own stage."""
+    pipe, _, (x, y) = chain(group, "1f1b", timeout=60)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    own = {f"{action.kind}{action.stage}.{action.micro_batch}" for action in pipe.build.schedule.devices[group.rank()]}
+    assert {event.name for event in recorded.events() if re.fullmatch(r"[FB]\d+\.\d+", event.name)} == own
     pipe.close()

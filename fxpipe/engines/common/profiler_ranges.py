@@ -1,0 +1,55 @@
+"""Ranges in torch's profiler, so that a step in a profile reads like its schedule.
+
+F2.5  the forward of stage 2 for micro-batch 5        B  a backward, or its halves, I and W        R  a recomputation
+recv 2.5 x, send 2.5 y  what the stage waits for, and what it sends; recv 2.5 dy, send 2.5 dx for gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.profiler import record_function
+
+from fxpipe.runtime.worker import Compute
+
+from .scheduler_base import Batches
+from .step import Step, wrap
+
+ACTIONS = {
+    "forward": "F",
+    "forward_to_recompute": "F",
+    "recompute": "R",
+    "backward": "B",
+    "input_gradient": "I",
+    "weight_gradient": "W",
+}
+MESSAGES = {"receive": "recv", "send": "send", "receive_gradient": "recv", "send_gradient": "send"}
+
+
+def show_ranges(m: Step) -> None:
+    """Let each action and message of a step be a range."""
+    actions = {name: partial(_action, kind) for name, kind in ACTIONS.items()}
+    wrap(m, actions | {name: partial(_message, kind, "d" * ("gradient" in name)) for name, kind in MESSAGES.items()})
+
+
+def forward_range(j: int, compute: Compute) -> Compute:
+    """What runs stage j in a call, with a range for each micro-batch."""
+
+    def ranged(m: Batches, i: int) -> None:
+        with record_function(f"F{j}.{i}"):
+            compute(m, i)
+
+    return ranged
+
+
+def _action(kind: str, m: Step, run: Callable[..., Any], j: int, i: int, *args: Any) -> Any:
+    with record_function(f"{kind}{j}.{i}"):
+        return run(m, j, i, *args)
+
+
+def _message(kind: str, of: str, m: Step, run: Callable[..., Any], j: int, i: int, *what: Any, **ends: int) -> Any:
+    names = [of + name for name in what if isinstance(name, str)]
+    with record_function(f"{kind} {j}.{i} {' '.join(names)}"):
+        return run(m, j, i, *what, **ends)
