@@ -9,6 +9,7 @@ gets it whole. The name of a nest stands for all tensors in it. `"items"`: it is
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from .nested_values import change
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
 BatchDim = int | Mapping[str, int | Literal["items"] | None]
 NO_OBJECTS = ArgumentObjects()
+log = logging.getLogger("fxpipe")
 
 
 class NoTarget:
@@ -129,6 +131,7 @@ class Arguments:
         self.batch_dim: BatchDim = batch_dim
         self.sizes = sizes
         self.uncut = uncut
+        self.told: set[str] = set()  # the lists whose items are taken for the samples
         self.twins: dict[Any, Tensor] = {}
         self.known: dict[Any, Call] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
@@ -184,6 +187,9 @@ class Arguments:
         for name, value in named:
             change(value, note, name, memo={id(items): (items, items) for items, _ in lists.values()} or None)
         for path, (_, untraced) in lists.items():
+            if path not in self.told:
+                self.told.add(path)
+                log.info("the items of %s are the samples", path)
             change(untraced, note_item, path)
         if not isinstance(self.batch_dim, int):
             check_names(
@@ -379,4 +385,6 @@ def common_size(tensors: Sequence[tuple[str, Tensor, int | None]]) -> int | None
         f"the inputs have no common batch size:\n{listing}\n"
         f"give as many samples of each; or write batch_dim={odd} to give an input whole to every micro-batch, or its "
         "dimension in place of None"
+        + ", or 'items' for a list whose items are the samples"
+        * any("[" in path for path in sizes)
     )

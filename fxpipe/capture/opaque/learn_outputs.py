@@ -26,7 +26,7 @@ from fxpipe.capture.capture_errors import Refused
 from fxpipe.capture.nested_values import change
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, as_held
-from fxpipe.capture.twins.untraced_lists import for_ops, with_lists
+from fxpipe.capture.twins.untraced_lists import Listed, with_lists
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
@@ -39,7 +39,7 @@ from fxpipe.ir.graph.opaque_call import (
     take_apart,
     wanting,
 )
-from fxpipe.ir.sample_lists import of_samples, unpacked
+from fxpipe.ir.sample_lists import of_samples, rebuilt
 from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
@@ -80,7 +80,8 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         # What is made in inference mode does not show that it is written.
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
             running, given, rest, beside = _real_call(twins, call, holders, count)
-            calls = _listen(pieces, running)  # sooner than the snapshot, in which it would be a change
+            given, lists = with_lists(given)
+            calls = _listen(pieces, running, lists)  # sooner than the snapshot, in which it would be a change
             with _undone(running, beside, call) as changes, said_to_compile(compiling):
                 run(running.root, *given, *rest)
         heard.append(calls)
@@ -133,7 +134,7 @@ def run_plainly(call: Call, twins: Twins, holders: tuple[Any, ...], function: Ca
     raises."""
     running, given, rest, beside = _real_call(twins, call, holders, count)
     with _undone(running, beside, call):
-        function(running.root, *with_lists(given), *rest)
+        function(running.root, *with_lists(given)[0], *rest)
 
 
 def _real_call(
@@ -216,17 +217,17 @@ def _cut(call: Call, twin: Tensor, count: int) -> Tensor:
     )
 
 
-def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
-    """Let the twins of the pieces record their calls in the returned list."""
+def _listen(pieces: Pieces, running: Twins, lists: Listed) -> list[Heard]:
+    """Let the twins of the pieces record their calls in the returned list. `lists`: those whose items are samples."""
     calls: list[Heard] = []
 
     def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = for_ops((args, kwargs))
-            tensors, key = take_apart(module, args, kwargs)
-            own_sizes = {id(x) for x in of_samples((args, kwargs))}
+            given = rebuilt((args, kwargs), lambda part: lists[id(part)][1] if id(part) in lists else None)
+            tensors, key = take_apart(module, *given)
+            own_sizes = {id(x) for x in of_samples(given)}
             takes = [(x.dtype, _shape(x, id(x) in own_sizes)) for x in tensors]
             wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
             held = {address for x in (*tensors, *module.parameters()) for address in addresses(x)}
@@ -235,8 +236,7 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
             contents = [x.detach().clone() for x in dense]  # a write to `.data` leaves the version
             derivatives = Derivatives(tensors)
             with said_to_compile(False), derivatives:  # as when the pipeline runs it
-                given, named = unpacked((args, kwargs))
-                result = own(*given, **named)
+                result = own(*args, **kwargs)
             piece.leaves |= derivatives.leave
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)

@@ -1,8 +1,10 @@
 """Lists among the arguments whose items are the samples: which these are, and what a trace is given for them.
 
-images      f32[2, 3, 8, 8]                                      two samples
-targets     [{"boxes": f32[3, 4]}, {"boxes": f32[1, 4]}]         a list of two items, one a sample
-levels      [f32[2, 8], f32[2, 4], f32[2, 2]]                    no such list: each tensor has two rows
+    images      f32[2, 3, 8, 8]                                      two samples
+    targets     [{"boxes": f32[3, 4]}, {"boxes": f32[1, 4]}]         a list of two items, one a sample
+    levels      [f32[2, 8], f32[2, 4], f32[2, 2]]                    no such list: each tensor has two rows
+
+A list of as many tensors as there are samples may be anything, such as one for each layer: the user has to say so.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from fxpipe.capture.capture_errors import LOOKS_INTO_LIST
 from fxpipe.capture.nested_values import change, parts_of
 from fxpipe.errors import InputError
-from fxpipe.ir.sample_lists import SampleList, packed, rebuilt, tensors_in, unpacked
+from fxpipe.ir.sample_lists import SampleList, packed, rebuilt, tensors_in
 
 ITEMS = "items"  # in `batch_dim`: the items of this list are the samples
 DEPTH = 4  # how far the arguments are searched for lists
@@ -52,9 +54,22 @@ def for_ops(nest: Any) -> Any:
     return rebuilt(nest, lambda part: SampleList(part.each) if isinstance(part, UntracedList) else None)
 
 
-def with_lists(nest: Any) -> Any:
-    """The nest of arguments with the lists themselves in place of untraced ones."""
-    return unpacked(for_ops(nest))
+Listed = dict[int, tuple[list[Any], SampleList]]  # by the id of a list, it and its values for an op
+
+
+def with_lists(nest: Any) -> tuple[Any, Listed]:
+    """The nest of arguments with the lists themselves in place of untraced ones, and these lists."""
+    made: Listed = {}
+
+    def listed(part: Any) -> list[Any] | None:
+        if not isinstance(part, UntracedList):
+            return None
+        values = SampleList(part.each)
+        items = values.items()
+        made[id(items)] = items, values
+        return items
+
+    return rebuilt(nest, listed), made
 
 
 class _Found(NamedTuple):
@@ -70,8 +85,8 @@ def untraced_lists(
     named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any]
 ) -> dict[str, tuple[Sequence[Any], UntracedList]]:
     """The lists among the named arguments whose items are the samples, and what stands for them, by path: those that
-    `batch_dim` names; and those of as many items as there are samples, unless each tensor in them has as many rows.
-    Raises InputError for a list of dicts that may be either."""
+    `batch_dim` names; and lists of as many dicts as there are samples, unless each tensor in them has as many rows,
+    with other lists beside these. Raises InputError for a list of dicts that may be either."""
     told = batch_dim if isinstance(batch_dim, Mapping) else {}
     dim = batch_dim if isinstance(batch_dim, int) else 0
     lists, outside = list[_Found](), set[int]()
@@ -89,25 +104,23 @@ def untraced_lists(
                 "tensors in each item"
             )
     chosen = [one for one in lists if one.path in asked]
-    open = [one for one in lists if not any(within(one.path, other) for other in told)]
-    as_rows = not outside and len(frozenset().union(*(one.rows for one in open))) == 1
-    counts = outside or {len(one.items) for one in open}
-    if len(counts) == 1 and not as_rows:
-        chosen += [one for one in open if len(one.items) in counts and _by_items(one)]
+    counts = outside or {len(one.items) for one in lists if one.records}
+    if len(counts) == 1:
+        alike = [one for one in lists if len(one.items) in counts and not any(within(one.path, name) for name in told)]
+        if any(one.records and _by_items(one) for one in alike):
+            chosen += [one for one in alike if one.records or one.rows != counts]
     return {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}
 
 
 def _by_items(one: _Found) -> bool:
-    """Whether the items of a list with as many items as there are samples are these."""
+    """Whether the items of a list with as many dicts as there are samples are these."""
     count = len(one.items)
-    if one.rows != {count}:
-        return True
-    if one.records and count > 1:
+    if one.rows == {count} and count > 1:
         raise InputError(
             f"{one.path} has {count} items, and the tensors in them have {count} rows: either may be the samples; "
             f"write batch_dim={{{one.path!r}: {ITEMS!r}}}, or batch_dim={{{one.path!r}: 0}} for the rows"
         )
-    return False
+    return one.rows != {count}
 
 
 def within(path: str, name: str) -> bool:

@@ -389,14 +389,10 @@ class Step(Batches):
 
 
 def wrap(target: Any, wrappers: Mapping[str, Callable[..., Any]]) -> None:
-    """Make `target.name(...)` call `wrappers[name](target, method, ...)`, where `method` is that of the class, or what
-    wraps it already."""
+    """Make `target.name(...)` call `wrappers[name](target, method, ...)`: the class's method, or what wraps it now."""
     weak = weakref.proxy(target)  # a reference cycle would keep the step's tensors alive
     for name, wrapper in wrappers.items():
-        inner = vars(target).get(name)
-        method = getattr(type(target), name) if inner is None else partial(_inside, inner)
+        method: Callable[..., Any] = getattr(type(target), name)
+        if (inner := vars(target).get(name)) is not None:
+            method = lambda _, *args, inner=inner, **kwargs: inner(*args, **kwargs)  # noqa: E731
         setattr(target, name, partial(wrapper, weak, method))
-
-
-def _inside(wrapped: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any:
-    return wrapped(*args, **kwargs)

@@ -168,7 +168,8 @@ def test_lists_of_tensors(as_dict: bool) -> None:
             return super().forward(bags["bags"])
 
     model = (Nested if as_dict else Bags)().double()
-    pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=3)
+    name = "bags['bags']" if as_dict else "bags"
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=3, batch_dim={name: "items"})
     for lengths in ((2, 5, 1, 3, 3), (1, 1, 7)):
         bags: Any = [images(length) for length in lengths]
         given = {"bags": bags, "from": "camera"} if as_dict else bags
@@ -253,6 +254,39 @@ def test_levels_are_no_samples() -> None:
     torch.testing.assert_close(fxpipe.compile(model, devices=1, chunks=2)(x, levels), model(x, levels))
 
 
+def test_as_many_tensors_as_samples_may_be_anything() -> None:
+    """Such as a scale for each layer: to be told."""
+
+    class Layers(Boxes):
+        def forward(self, x: Tensor, scales: list[Tensor]) -> Tensor:  # type: ignore[override]
+            for scale in scales:
+                x = torch.tanh(x * scale)
+            return super().forward(x)
+
+    model, x, scales = Layers().double(), images(2), [torch.rand(6).double() for _ in range(2)]
+    with pytest.raises(InputError, match="or 'items' for a list whose items are the samples"):
+        fxpipe.compile(model, devices=2, chunks=2)(x, scales)
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=2, batch_dim={"scales": None})
+    torch.testing.assert_close(pipe(x, scales), model(x, scales))
+
+
+def test_a_list_of_tensors_beside_the_targets() -> None:
+    """As detectors take them: images of several sizes, and targets."""
+
+    class Detector(WithLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = Pool()
+
+        def forward(self, bags: list[Tensor], labels: Targets) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(self.pool(bags), labels)
+
+    model, counts = Detector().double(), (1, 3, 2, 2)
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=2, reduce={"loss": "mean"})
+    bags, labels = [images(1 + count) for count in counts], targets_of(counts)
+    is_step_of(model, pipe, model(bags, labels)["loss"], pipe.step(bags, labels))
+
+
 class Case(NamedTuple):
     change: dict[str, Any]
     message: str
@@ -291,12 +325,13 @@ def test_a_model_that_looks_into_a_list_itself_is_refused_with_the_line() -> Non
         def forward(self, bags: list[Tensor]) -> Tensor:  # type: ignore[override]
             return super().forward(bags).mean(0)  # of all samples, so that no cut is right
 
+    of_items: Any = {"bags": "items"}
     bags = [images(length).float() for length in (1, 2, 3)]
     with pytest.warns(UserWarning, match="looks into a list whose items are the samples"):
-        found = fxpipe.compile(model := Stacks(), devices=2, chunks=3)(bags)
+        found = fxpipe.compile(model := Stacks(), devices=2, chunks=3, batch_dim=of_items)(bags)
     torch.testing.assert_close(found, model(bags))
     with pytest.raises(CaptureError):
-        fxpipe.compile(Refused(), devices=2, chunks=3)(bags)
+        fxpipe.compile(Refused(), devices=2, chunks=3, batch_dim=of_items)(bags)
 
 
 def test_packed_lists_are_the_lists() -> None:
