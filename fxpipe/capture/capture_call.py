@@ -183,7 +183,7 @@ class CallCapture:
     def _attempted(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route, with fewer assumptions if it is refused. Raises what it raised for any number of
         samples."""
-        before = self.assumed
+        before = self.assumed, [*self._signatures]
         refused: CaptureError | None = None
         try:
             while True:
@@ -200,7 +200,7 @@ class CallCapture:
                 self.pieces.given_up.clear()  # with less assumed, each may be an op
                 self.anew()
         except BaseException:
-            self.assumed = before  # refused, too
+            self.assumed, self._signatures = before  # what is refused is no kind of call
             raise
         finally:
             if self._works:

@@ -9,8 +9,9 @@ A list of as many tensors as there are samples may be anything, such as one for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -29,24 +30,31 @@ class UntracedList:
     and ends where it looks into it: whatever does so is kept whole, and runs with the list itself.
 
     - `each`: that of `SampleList`.
+    - `end_trace`: a function that no trace goes through.
     """
 
     def __init__(self, each: Any) -> None:
-        self.each = each
+        self.each, self.end_trace = each, _end_of_trace()
 
     def __len__(self) -> int:
         return tensors_in(self.each)[0].shape[0]
 
     def __iter__(self) -> Any:
-        return _end_trace()
+        return self.end_trace()
 
     def __getitem__(self, key: Any) -> Any:
-        return _end_trace()
+        return self.end_trace()
 
 
-@torch.compiler.disable(reason=LOOKS_INTO_LIST)  # type: ignore[no-untyped-call, untyped-decorator]
-def _end_trace() -> Any:
+def _looked_into() -> Never:
     raise TypeError(LOOKS_INTO_LIST)
+
+
+@cache
+def _end_of_trace() -> Callable[[], Never]:
+    """Made when it is needed: it imports Dynamo."""
+    made: Callable[[], Never] = torch.compiler.disable(_looked_into, reason=LOOKS_INTO_LIST)  # type: ignore[no-untyped-call]
+    return made
 
 
 def for_ops(nest: Any) -> Any:

@@ -12,9 +12,6 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from fxpipe.runtime.worker import Compute
-
-from .scheduler_base import Batches
 from .step import Step, wrap
 
 ACTIONS = {
@@ -32,16 +29,6 @@ def show_ranges(m: Step) -> None:
     """Let each action and message of a step be a range."""
     actions = {name: partial(_action, kind) for name, kind in ACTIONS.items()}
     wrap(m, actions | {name: partial(_message, kind, "d" * ("gradient" in name)) for name, kind in MESSAGES.items()})
-
-
-def forward_range(j: int, compute: Compute) -> Compute:
-    """What runs stage j in a call, with a range for each micro-batch."""
-
-    def ranged(m: Batches, i: int) -> None:
-        with record_function(f"F{j}.{i}"):
-            compute(m, i)
-
-    return ranged
 
 
 def _action(kind: str, m: Step, run: Callable[..., Any], j: int, i: int, *args: Any) -> Any:

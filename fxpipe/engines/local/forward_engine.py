@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from fxpipe.engines.common.profiler_ranges import forward_range
+from torch.profiler import record_function
+
 from fxpipe.engines.common.scheduler_base import Batches, SchedulerBase
 from fxpipe.engines.transports.mailbox import LOST
 from fxpipe.runtime.autograd.backward_notes import watching
@@ -56,7 +57,7 @@ class Pipeline(SchedulerBase):
         ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
         compute = [self.watched(j) if m.grad else getattr(self, f"compute_{j}") for j in range(len(self.stages))]
         if is_profiled():
-            compute = [forward_range(j, one) for j, one in enumerate(compute)]
+            compute = [in_range(j, one) for j, one in enumerate(compute)]
         for tick in clock(len(m), len(self.stages)):
             if interrupts.error is not None:
                 return
@@ -114,6 +115,16 @@ class Pipeline(SchedulerBase):
 
 def nothing(m: Batches, i: int) -> None:
     """Stands in for `ready_j` of a stage that has none."""
+
+
+def in_range(j: int, compute: Compute) -> Compute:
+    """What runs stage j, as a range of torch's profiler for each micro-batch (`profiler_ranges.py`)."""
+
+    def ranged(m: Batches, i: int) -> None:
+        with record_function(f"F{j}.{i}"):
+            compute(m, i)
+
+    return ranged
 
 
 def clock(m: int, n: int) -> Iterator[Tick]:
