@@ -156,8 +156,8 @@ def compile(
       `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict from names of arguments (or "target", that of
       a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; others are cut
-      along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is one of them. "items":
-      the items of this list are the samples, as those of a list of as many dicts are anyway.
+      along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is one of them. "items"
+      for a list whose items are the samples; a list of as many dicts as there are samples is taken for one anyway.
     - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
       length needs no capture; where the model, or backward="code", needs a number, it is one. False, and with a
       strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in others.

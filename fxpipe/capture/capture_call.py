@@ -295,8 +295,8 @@ class CallCapture:
         # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.assumed, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
-        count = len(request.rest)
-        now = Now(call, request, self.twins, run, beside[:count], beside[count:])
+        now = Now(call, request, self.twins, run, beside[: len(request.rest)], beside[len(request.rest) :])
+        self.pieces.lists = call.lists
         self._now, before = now, self._now
         self.ways.other_values = done = False
         try:

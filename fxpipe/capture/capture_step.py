@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fxpipe.capture.batch.mixed_samples import Reduce
-from fxpipe.capture.opaque.losses_by_sample import how_reduced
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.graph import Graph
@@ -138,13 +137,12 @@ class StepCapture:
         try:
             return do(self._request(args, kwargs, target, kept or loss_fn, outputs))
         except CaptureError as error:
-            outside = isinstance(error, OutsideOfModules)
             if kept is not None or loss_fn is None or isinstance(loss_fn, nn.Module):
                 raise
-            if not outside and how_reduced(loss_fn) is None:
+            kept, refused = KeptLoss(loss_fn, modules_in(loss_fn)), error
+            outside = isinstance(refused, OutsideOfModules)
+            if not outside and kept.how is None:
                 raise
-            refused = error
-        kept = KeptLoss(loss_fn, modules_in(loss_fn))
         try:
             found = do(self._request(args, kwargs, target, kept, outputs))
         except CaptureError:

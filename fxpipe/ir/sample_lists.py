@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.torch_internals.pytrees import tree_leaves
 
 NUMBERS = (bool, int, float)
 SHORTEST = 2  # sizes of zero and one are numbers for a trace, and larger ones are symbols
@@ -48,7 +49,7 @@ class SampleList(NamedTuple):
 
     def items(self) -> list[Any]:
         """The list itself."""
-        return [_item(self.each, sample) for sample in range(tensors_in(self.each)[0].shape[0])]
+        return [_item(self.each, sample) for sample in range(tensors_of(self.each)[0].shape[0])]
 
 
 def packed(path: str, items: Sequence[Any]) -> Any:
@@ -105,12 +106,9 @@ def rebuilt(nest: Any, change: Callable[[Any], Any]) -> Any:
     return type(nest)([rebuilt(part, change) for part in nest]) if type(nest) in (list, tuple) else nest
 
 
-def tensors_in(each: Any) -> list[Tensor]:
+def tensors_of(each: Any) -> list[Tensor]:
     """The tensors of a packed item, in order."""
-    if isinstance(each, (Padded, Numbers)):
-        return list(each)
-    parts = list(each.values()) if type(each) is dict else each if type(each) in (list, tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    return [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
 
 
 def unpacked(nest: Any) -> Any:
@@ -120,13 +118,5 @@ def unpacked(nest: Any) -> Any:
 
 def of_samples(nest: Any) -> list[Tensor]:
     """The tensors of all lists among the arguments."""
-    found: list[Tensor] = []
-
-    def note(part: Any) -> Any:
-        if isinstance(part, SampleList):
-            found.extend(tensors_in(part.each))
-            return part
-        return None
-
-    rebuilt(nest, note)
-    return found
+    parts = tree_leaves(nest, is_leaf=lambda part: isinstance(part, SampleList))
+    return [tensor for part in parts if isinstance(part, SampleList) for tensor in tensors_of(part)]

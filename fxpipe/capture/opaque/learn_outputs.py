@@ -65,6 +65,7 @@ class Heard:
     aliased: bool
     wrote: bool
     derived: bool
+    lists: bool
 
 
 def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...]) -> Piece | None:
@@ -179,9 +180,8 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
     gives = [_gives(a, b, varying) for a, b in zip(one.gives, two.gives, strict=True)]
     if any(item is _NOT for item in gives):
         return None
-    return Promise(
-        one.key, tuple(takes), tuple(gives), one.aliased or two.aliased, one.wants, one.derived or two.derived
-    )
+    aliased, derived = one.aliased or two.aliased, one.derived or two.derived
+    return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists)
 
 
 _NOT = object()  # marks a result that an op cannot have
@@ -247,7 +247,10 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed) -> list[Heard]:
             if not all(map(torch.equal, contents, dense)):
                 piece.opaque.remembers.add("parameters that it writes")
             hollows, form = list(map(_hollow, found)), _form(result)
-            calls.append(Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, derivatives.taken))
+            taken = derivatives.taken
+            calls.append(
+                Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, taken, lists=bool(own_sizes))
+            )
             return result
 
         return forward

@@ -40,6 +40,7 @@ class Piece:
 
     - `forward`: replaces the forward of its `twin`; `call`: the op in the traced graph.
     - `draws`: whether it may draw random numbers.
+    - `pieces`: all of the model's.
     - `forms`: by training mode, the function that builds the result from the returned tensors.
     - `places`: the twin's parameters and buffers (`slots`).
     - `asked`: whether a call was traced whose results are not learnt yet.
@@ -51,6 +52,7 @@ class Piece:
     opaque: Opaque
     twin: nn.Module
     draws: bool
+    pieces: Pieces
     forms: dict[bool, Callable[[Any], Any]] = field(default_factory=dict)
     asked: bool = False
     wanted: set[tuple[bool, ...]] = field(default_factory=set)
@@ -58,7 +60,7 @@ class Piece:
     told: bool = False
 
     def __post_init__(self) -> None:
-        module, forms = self.twin, self.forms
+        module, forms, pieces = self.twin, self.forms, self.pieces
         self.places = places = slots(module)
 
         def call(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,8 +73,9 @@ class Piece:
 
         def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo, and never run
             tensors = [getattr(part, key) for _, part, key in places]
-            # No name for the result: it would be one in the generated code.
-            return forms[module.training](op(tensors, *for_ops((args, kwargs))))
+            if pieces.lists:
+                args, kwargs = for_ops((args, kwargs))
+            return forms[module.training](op(tensors, args, kwargs))  # no name: it would be one in the generated code
 
         self.call, self.forward = call, forward
         self.forms.update(dict.fromkeys((True, False), list))  # until they are learnt
@@ -123,9 +126,11 @@ def _empty(gives: Gives, given: list[Tensor], device: torch.device) -> Tensor:
 
 
 class Pieces:
-    """The submodules of a model that are kept whole, by the ids of their twins."""
+    """The submodules of a model that are kept whole, by the ids of their twins. `lists`: whether the current call has
+    lists whose items are the samples; to look for them in each call of a piece took a fourth of a first step."""
 
     def __init__(self) -> None:
+        self.lists = False
         self.of: dict[int, Piece] = {}
         self.shape: object = None  # `Twins.shape` at the last `renew`
         self.warmed = -1  # how many there were when forward last ran once before a capture (`first_call.py`)
@@ -164,7 +169,7 @@ class Pieces:
                 self._put(Opaque(path, twin.script, reason=WHY), twin, twins)
 
     def _put(self, opaque: Opaque, twin: nn.Module, twins: Twins) -> None:
-        self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin))
+        self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin), self)
         twins.put_forward(twin, piece.forward)
 
     def _drop(self, twin: nn.Module, twins: Twins) -> None:

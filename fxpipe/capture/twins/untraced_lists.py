@@ -19,7 +19,7 @@ from torch import Tensor
 from fxpipe.capture.capture_errors import LOOKS_INTO_LIST
 from fxpipe.capture.nested_values import change, parts_of
 from fxpipe.errors import InputError
-from fxpipe.ir.sample_lists import SampleList, packed, rebuilt, tensors_in
+from fxpipe.ir.sample_lists import SampleList, packed, rebuilt, tensors_of
 
 ITEMS = "items"  # in `batch_dim`: the items of this list are the samples
 DEPTH = 4  # how far the arguments are searched for lists
@@ -37,7 +37,7 @@ class UntracedList:
         self.each, self.end_trace = each, _end_of_trace()
 
     def __len__(self) -> int:
-        return tensors_in(self.each)[0].shape[0]
+        return tensors_of(self.each)[0].shape[0]
 
     def __iter__(self) -> Any:
         return self.end_trace()
@@ -98,11 +98,15 @@ def untraced_lists(
     told = batch_dim if isinstance(batch_dim, Mapping) else {}
     dim = batch_dim if isinstance(batch_dim, int) else 0
     lists, outside = list[_Found](), set[int]()
+
+    def is_told(path: str) -> bool:
+        return any(within(path, name) for name in told)
+
     for name, value in named:
         for part in _walk(name, value, dim):
             if isinstance(part, _Found):
                 lists.append(part)
-            elif not any(within(part[0], other) for other in told):
+            elif not is_told(part[0]):
                 outside |= _rows(part[1], dim)
     asked = [name for name, dim in told.items() if dim == ITEMS]
     for name in asked:
@@ -114,7 +118,7 @@ def untraced_lists(
     chosen = [one for one in lists if one.path in asked]
     counts = outside or {len(one.items) for one in lists if one.records}
     if len(counts) == 1:
-        alike = [one for one in lists if len(one.items) in counts and not any(within(one.path, name) for name in told)]
+        alike = [one for one in lists if len(one.items) in counts and not is_told(one.path)]
         if any(one.records and _by_items(one) for one in alike):
             chosen += [one for one in alike if one.records or one.rows != counts]
     return {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}

@@ -1,7 +1,10 @@
 """Ranges in torch's profiler, so that a step in a profile reads like its schedule.
 
-F2.5  the forward of stage 2 for micro-batch 5        B  a backward, or its halves, I and W        R  a recomputation
-recv 2.5 x, send 2.5 y  what the stage waits for, and what it sends; recv 2.5 dy, send 2.5 dx for gradients
+    F2.5           the forward of stage 2 for micro-batch 5; B is its backward, I and W are halves of it, R recomputes
+    recv 2.5 x     what the stage waits for, and takes; recv 2.5 dy is a gradient
+    send 2.5 y     what it sends
+
+Without a profiler there are none.
 """
 
 from __future__ import annotations
@@ -12,21 +15,18 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from .step import Step, wrap
+from fxpipe.torch_internals.op_modes import is_profiled
 
-ACTIONS = {
-    "forward": "F",
-    "forward_to_recompute": "F",
-    "recompute": "R",
-    "backward": "B",
-    "input_gradient": "I",
-    "weight_gradient": "W",
-}
+from .step import Step, wrap
+from .step_contract import ACTIONS
+
 MESSAGES = {"receive": "recv", "send": "send", "receive_gradient": "recv", "send_gradient": "send"}
 
 
 def show_ranges(m: Step) -> None:
-    """Let each action and message of a step be a range."""
+    """Let each action and message of a step be a range, if a profiler records."""
+    if not is_profiled():
+        return
     actions = {name: partial(_action, kind) for name, kind in ACTIONS.items()}
     wrap(m, actions | {name: partial(_message, kind, "d" * ("gradient" in name)) for name, kind in MESSAGES.items()})
 

@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+# The methods of a step that compute, with the kinds of their actions.
+ACTIONS = {
+    "forward": "F",
+    "forward_to_recompute": "F",
+    "recompute": "R",
+    "backward": "B",
+    "input_gradient": "I",
+    "weight_gradient": "W",
+}
+
 
 class Gradients(NamedTuple):
     """The arguments (`takes`) and results (`gives`) of a stage that have a gradient: their names and places."""

@@ -32,7 +32,6 @@ from fxpipe.runtime.deferred_norms import commit, discard
 from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
-from fxpipe.torch_internals.op_modes import is_profiled
 
 from .gradient_scale import Scale
 from .overlapped_pair import Overlapped, in_pairs
@@ -174,8 +173,7 @@ class StepScheduler(SchedulerBase):
         """Run a step, with aliases in the stages for the tensors that need a gradient."""
         with standing_in(self.stages) as pairs:
             m.begin(self, pairs, scale, rows, self.mailboxes(rows), range(len(self.stages)), observer)
-            if is_profiled():
-                show_ranges(m)
+            show_ranges(m)
             self.run_rows(m)
 
     def mailboxes(self, rows: Rows) -> tuple[Transport, ...]:

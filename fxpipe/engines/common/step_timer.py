@@ -23,17 +23,10 @@ from fxpipe.runtime.streams import use_stream, wait_stream
 
 from .gradient_scale import Scale
 from .step import Step, wrap
+from .step_contract import ACTIONS
 from .step_engine import StepScheduler
 
 Moment = float | torch.Event
-ACTIONS = {
-    "forward": "F",
-    "forward_to_recompute": "F",
-    "recompute": "R",
-    "backward": "B",
-    "input_gradient": "I",
-    "weight_gradient": "W",
-}
 # a device or a link between two, the device with the clock, kind, stage, micro-batch, start, end, label
 Note = tuple[str, torch.device, str, int, int, Moment, Moment, str]
 

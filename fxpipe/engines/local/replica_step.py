@@ -30,7 +30,6 @@ from fxpipe.runtime.deferred_norms import absorb, sums_of
 from fxpipe.runtime.microbatch import gather
 from fxpipe.runtime.stage_replica import empty, fill
 from fxpipe.runtime.streams import Streams
-from fxpipe.torch_internals.op_modes import is_profiled
 
 __all__ = ["Gradients", "ReplicatedScheduler", "Step"]
 
@@ -87,8 +86,7 @@ class ReplicatedScheduler(StepScheduler):
                 for label, step in steps.items():
                     runs = [j for j, device in enumerate(step.devices) if device == label]
                     step.begin(self, step.pairs, scale, rows, self.mailboxes(rows), runs, observer)
-                    if is_profiled():
-                        show_ranges(step)
+                    show_ranges(step)
                 for step in steps.values():
                     step.done, step.failed = m.done, m.failed
                 self.run_rows(m)

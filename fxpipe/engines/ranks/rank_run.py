@@ -24,7 +24,6 @@ from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, put_together, 
 from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
-from fxpipe.torch_internals.op_modes import is_profiled
 
 from .failure_attribution import Lost
 from .input_checksums import Unread
@@ -87,8 +86,7 @@ class RankRun:
         with nullcontext(nothing) if broken else standing_in(stages) as pairs:
             own = [] if broken else self.program.own
             m.begin(self.steps, pairs, scale, {}, [self.transport] * len(stages), own, observer)
-            if is_profiled():
-                show_ranges(m)
+            show_ranges(m)
             if observer is not None:
                 observer.watch(self)
             if not broken:

@@ -25,7 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.engines.common.step import Step, wrap
-from fxpipe.engines.common.step_timer import ACTIONS, StepTimer
+from fxpipe.engines.common.step_contract import ACTIONS
+from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.engines.ranks.input_checksums import Unread
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World

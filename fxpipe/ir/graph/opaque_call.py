@@ -47,6 +47,7 @@ class Promise:
     - `aliased`: whether a result may be memory that the call was given.
     - `wants`: for each of the submodule's own and the given tensors, whether it needed a gradient.
     - `derives`: whether it takes derivatives inside, by autograd.
+    - `lists`: whether it is given lists whose items are the samples.
     """
 
     key: Any
@@ -55,6 +56,7 @@ class Promise:
     aliased: bool = False
     wants: tuple[bool, ...] = ()
     derives: bool = False
+    lists: bool = False
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
@@ -184,8 +186,9 @@ class Opaque:
             raise RuntimeError(f"{self._who} is called in a way in which it was not captured")
         versions = _versions(given)
         with holding(self.module, tensors):
-            given_args, given_kwargs = unpacked((args, dict(kwargs)))
-            result = self.module.forward(*given_args, **given_kwargs)
+            if promise is None or promise.lists:
+                args, kwargs = unpacked((args, dict(kwargs)))
+            result = self.module.forward(*args, **kwargs)
         if versions != _versions(given):
             raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
         found = leaves(result)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 import fxpipe
-from fxpipe.engines.common import step_engine
+from fxpipe.engines.common import profiler_ranges
 from fxpipe.ir.schedule.schedule import Action
 
 X = torch.randn(6, 8)
@@ -90,7 +90,7 @@ def test_calls(tmp_path: Path) -> None:
 
 def test_there_are_none_without_a_profiler() -> None:
     pipe = fxpipe.compile(model(), devices=2, chunks=3)
-    with patch.object(step_engine, "show_ranges") as shown:
+    with patch.object(profiler_ranges, "wrap") as shown:
         pipe.step(X, target=X, loss_fn=F.mse_loss)
         assert not shown.called
         with profile(activities=[ProfilerActivity.CPU]):
