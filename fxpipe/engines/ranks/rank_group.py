@@ -29,6 +29,7 @@ from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import PAUSE, Call, Communicators, ended
 from fxpipe.engines.transports.message_format import Size, blank
 from fxpipe.engines.transports.open_pipes import OpenPipes, divided
+from fxpipe.engines.transports.patience import SOON, Patience
 from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
 from fxpipe.engines.transports.tcp_peer import LETTER, VALUE, Frame, TcpPeer
@@ -36,7 +37,6 @@ from fxpipe.engines.transports.tcp_peer import LETTER, VALUE, Frame, TcpPeer
 from .failure_attribution import Lost, blame, said_by, silent, timed_out
 from .rendezvous import LEADER
 
-SOON = 2.0  # seconds within which a rank that is gone is seen to be
 COMPILING = timedelta(hours=1)  # how much longer a wait may take while ranks compile
 COUNT = 8  # bytes of the length that precedes a small message
 
@@ -169,13 +169,12 @@ class World:
         self._await(self.tcp_peers[peer], peer, there)
 
     def _await(self, way: LocalPeer | TcpPeer, peer: int, there: Callable[[], bool]) -> None:
-        end = monotonic() + (self.patience.total_seconds() if self.lost is None else 0.0)
+        patience = Patience(self.patience.total_seconds() if self.lost is None else 0.0)
         while True:
-            left = max(0.0, end - monotonic())
             try:
-                return way.wait(there, min(left, SOON))
+                return way.wait(there, min(patience.left, SOON))
             except RuntimeError as error:
-                if left <= SOON or not timed_out(error):
+                if patience.spent() or not timed_out(error):
                     raise self.lose(peer, error) from None
             self._hear(peer, there)
 
@@ -227,10 +226,10 @@ class World:
         if self.communicators is None and not call.ranks:
             self.finish(call.work, call.peer)
             return
-        end = monotonic() + self.patience.total_seconds()
+        patience = Patience(self.patience.total_seconds())
         while not ended(call.work, self.communicators is None):
             self._look()
-            if monotonic() > end:
+            if patience.spent():
                 raise self._late(call)
         try:
             call.work.wait()

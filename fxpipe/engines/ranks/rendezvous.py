@@ -24,6 +24,7 @@ from uuid import uuid4
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
+from fxpipe.engines.transports.patience import Patience
 from fxpipe.errors import RankError
 
 LEADER = 0
@@ -58,11 +59,11 @@ with suppress(RuntimeError):  # registered already, by a module that was loaded 
 def fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
     """A part of the store that only the ranks of this start use; returns when all of them have come. Raises RankError,
     which names the missing ranks, after `timeout` seconds."""
-    own, end = uuid4().hex, time.monotonic() + timeout
+    own, patience = uuid4().hex, Patience(timeout)
     store.set(f"hello/{rank}", own)
     place = own
     if rank != LEADER:
-        wait(lambda: store.check([f"answer/{own}"]), end, lambda: [LEADER], timeout)
+        wait(lambda: store.check([f"answer/{own}"]), patience, lambda: [LEADER], timeout)
         place = store.get(f"answer/{own}").decode()
     store.set(f"{place}/here/{rank}", "")
     here, answered = [f"{place}/here/{peer}" for peer in range(size)], dict[int, bytes]()
@@ -72,7 +73,7 @@ def fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
             answer(store, own, size, answered)
         return bool(store.check(here))
 
-    wait(all_here, end, lambda: [peer for peer in range(size) if not store.check([here[peer]])], timeout)
+    wait(all_here, patience, lambda: [peer for peer in range(size) if not store.check([here[peer]])], timeout)
     return PrefixStore(place, store)
 
 
@@ -84,10 +85,11 @@ def answer(store: Any, place: str, size: int, answered: dict[int, bytes]) -> Non
             answered[peer] = hello
 
 
-def wait(done: Callable[[], bool], end: float, missing: Callable[[], list[int]], timeout: float) -> None:
-    """Wait until `done()`, at most until `end`. Raises RankError that names the ranks in `missing()`."""
+def wait(done: Callable[[], bool], patience: Patience, missing: Callable[[], list[int]], timeout: float) -> None:
+    """Wait until `done()`. Raises RankError, which names the ranks in `missing()`, when no patience is left of
+    `timeout` seconds."""
     while not done():
-        if time.monotonic() > end:
+        if patience.spent():
             ranks = ", ".join(f"rank {rank}" for rank in missing())
             raise RankError(f"{ranks} did not come in {timeout:g} s, to meet the other ranks of this start")
         time.sleep(PAUSE)
