@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fxpipe.capture.batch.sample_dims import sample_dims
+from fxpipe.batching.sample_dims import sample_dims
 
 from .call_arguments import NO_TARGET, BatchDim
 from .capture_errors import NoOps, NumbersWanted
 
 if TYPE_CHECKING:
-    from fxpipe.capture.batch.mixed_samples import Reduce
+    from fxpipe.batching.mixed_samples import Reduce
     from fxpipe.ir.graph.graph import Graph
 
     from .capture_call import CallCapture

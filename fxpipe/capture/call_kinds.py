@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture.batch.batch_size_checks import check_outputs, check_sizes
-from fxpipe.capture.batch.mixed_samples import tell
+from fxpipe.batching.mixed_samples import tell
+from fxpipe.capture.batch_size.batch_size_checks import check_outputs, check_sizes
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.rewriting.written_inputs import NO_WRITES, WrittenInputs

@@ -34,9 +34,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture.batch.baked_batch_size import DryPass, at_two_sizes
-from fxpipe.capture.batch.batch_size_checks import conditions
-from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.batching.mixed_samples import Reduce
+from fxpipe.capture.batch_size.baked_batch_size import DryPass, at_two_sizes
+from fxpipe.capture.batch_size.batch_size_checks import conditions
 from fxpipe.capture.opaque.another_way import another_way
 from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.opaque.learn_outputs import run_plainly

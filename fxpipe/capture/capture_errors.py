@@ -14,9 +14,9 @@ import torch
 from tabulate import tabulate
 from torch import fx, nn
 
+from fxpipe.batching.op_errors import DATA_SIZES, SYMBOL, UNKNOWN, at
 from fxpipe.errors import CaptureError, FxpipeError
-from fxpipe.ir.graph.graph import Op, Origin
-from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.graph import Origin
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent)
@@ -24,13 +24,7 @@ STANDARD = str(Path(linecache.__file__).parent)  # the library of Python, which 
 INSTALLED = r"[/\\](?:site|dist)-packages[/\\]"
 NOTATIONS = rf"{INSTALLED}(?:einops|einx)[/\\]"  # other ways of writing torch's operations
 
-DATA_SIZES = (
-    "the shape of its result depends on the values of a tensor",
-    "select by a mask, as in x[mask], or keep the shape, as in torch.where(mask, x, 0)",
-)
 FROM_NUMBERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")  # functions that make tensors of numbers
-UNKNOWN = "?"  # a size that is not known before it is computed
-SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # torch's names of sizes
 HOOKED = "a module in the model has a backward hook, which would not run"
 DERIVES = "it takes derivatives inside of forward"
 WRITTEN_OUT = "write them out, as operations"
@@ -326,30 +320,6 @@ def parse_stack(text: str | None) -> list[traceback.FrameSummary]:
     """The frames in a node's stack trace."""
     found: Iterable[Any] = re.finditer(r'File "([^"]+)", line (\d+), in ([^\n]*)(?:\n\s+([^\n]*))?', text or "")
     return [traceback.FrameSummary(m[1], int(m[2]), m[3], lookup_line=False, line=m[4] or "") for m in found]
-
-
-def without_symbols(text: object) -> str:
-    """A type or a message of torch, with "?" in place of torch's names of sizes.
-
-    >>> without_symbols("f32[u0, 4]")
-    'f32[?, 4]'
-    """
-    return re.sub(SYMBOL, UNKNOWN, str(text))
-
-
-def at(origin: Origin | None) -> str:
-    """The line that an error is about, and a line break; nothing if it is not known."""
-    return f"{origin.file}:{origin.line}\n    {origin.code}\n" if origin is not None and origin.line else ""
-
-
-def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
-    """The error about an op: the user's line, the problem, what to write instead."""
-    place = at(op.origin if op is not None else None)
-    if op is not None and isinstance(op.target, Opaque) and op.target.origin.line:
-        place += f"{op.target} is kept whole {op.target.because}, and\n"
-    return CaptureError(
-        f"{place}{problem}; {advice or 'the batch is cut into micro-batches, which must not depend on each other'}"
-    )
 
 
 def without_frames(error: Kind) -> Kind:

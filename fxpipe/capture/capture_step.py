@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.graph import Graph

@@ -10,24 +10,24 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from fxpipe.capture.batch.batch_facts import batch_dims
-from fxpipe.capture.batch.batch_totals import spread
-from fxpipe.capture.batch.join_outputs import check_shapes, with_outputs
-from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.batching.batch_facts import batch_dims
+from fxpipe.batching.batch_totals import spread
+from fxpipe.batching.join_outputs import check_shapes, with_outputs
+from fxpipe.batching.mixed_samples import Reduce
+from fxpipe.batching.op_errors import at
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.storageless_tensors import dense, like_traced
 from fxpipe.capture.tracing.symbolic_sizes import type_of
-from fxpipe.capture.tracing.value_names import Names
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, check, refs
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.unique_names import Names
 from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 
 from .call_arguments import Call
-from .capture_errors import at
 from .model_with_loss import name_loss
 from .nested_values import template
 from .twins.untraced_lists import for_ops

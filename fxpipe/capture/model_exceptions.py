@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.batching.op_errors import at
 from fxpipe.capture.twins.script_twin import forward_signature
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.dtypes import short_name
 
 from .call_arguments import Call, Leaf
-from .capture_errors import at, failed
+from .capture_errors import failed
 from .model_with_loss import KeptLoss
 from .nested_values import change, spelled
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture.batch.batch_facts import batch_dims
+from fxpipe.batching.batch_facts import batch_dims
+from fxpipe.batching.op_errors import at
 from fxpipe.capture.opaque.losses_by_sample import by_sample, how_reduced
 from fxpipe.capture.twins.attribute_changes import has_attributes
 from fxpipe.capture.twins.twin import Roots
@@ -21,7 +22,6 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Ref
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 
-from .capture_errors import at
 from .nested_values import parts_of, spelled
 
 LOSS_FN = "loss_fn"  # what the paths of the loss's own tensors begin with

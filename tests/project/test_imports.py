@@ -2,7 +2,7 @@
 
     api.cli ─▶ demo ─▶ api ─▶ training ─▶ pipe
       ─▶ capture, profiling, planning, schedules, passes, codegen, engines, viz
-      ─▶ ir, runtime ─▶ torch_internals ─▶ errors
+      ─▶ batching ─▶ ir, runtime ─▶ torch_internals ─▶ errors
 
 A file imports from its own room and from the levels below; rooms of one level do not import each other. The rooms that
 decide do not import torch. No two files import each other, directly or through others.
@@ -24,6 +24,7 @@ LEVELS = (
     {"errors"},
     {"torch_internals"},
     {"ir", "runtime"},
+    {"batching"},
     {"capture", "profiling", "planning", "schedules", "passes", "codegen", "engines", "viz"},
     {"pipe"},
     {"training"},
@@ -128,7 +129,7 @@ def test_folders_and_files_are_of_a_size_to_look_at() -> None:
     crowded = {str(folder): count for folder, count in folders.items() if count > 15 and folder != ROOT / "fxpipe"}
     assert not crowded, f"folders of more than 15 entries: {crowded}"
     entries = [path for path in (ROOT / "fxpipe").iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 19, f"{len(entries)} entries in fxpipe/"
+    assert len(entries) <= 20, f"{len(entries)} entries in fxpipe/"
     long = {str(path): count for path in files().values() if (count := path.read_text().count("\n")) > 400}
     assert not long, f"files of more than 400 lines: {long}"
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.capture.tracing.value_names import source_tree
+from fxpipe.capture.tracing.size_names import source_tree
 from fxpipe.errors import InputError, of_user
 
 BARRED = (ast.Lambda, ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)  # what may run later, or assigns names

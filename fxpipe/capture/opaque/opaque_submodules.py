@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.capture.capture_errors import DATA_SIZES, HOOKED, Refused
-from fxpipe.capture.tracing.data_sizes import unnamed_sizes
+from fxpipe.batching.data_sizes import unnamed_sizes
+from fxpipe.batching.op_errors import DATA_SIZES
+from fxpipe.capture.capture_errors import HOOKED, Refused
 from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.capture.twins.untraced_lists import for_ops

@@ -12,8 +12,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 
+from fxpipe.batching.data_sizes import with_named_data_sizes
+from fxpipe.batching.op_errors import at, without_symbols
+from fxpipe.capture.batch_size.squeeze_batch import with_named_squeezes
 from fxpipe.capture.call_arguments import Call
-from fxpipe.capture.capture_errors import at, line_of, without_symbols
+from fxpipe.capture.capture_errors import line_of
 from fxpipe.capture.opaque.opaque_gradients import with_possible_gradients
 from fxpipe.capture.opaque.opaque_submodules import Piece
 from fxpipe.capture.twins.twin import Slot, Twins
@@ -24,16 +27,14 @@ from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import VMAP, TensorType, ValueType
 
-from .data_sizes import with_named_data_sizes
 from .dynamo import Traced
 from .effects.op_effects import SET_DATA, Step, steps
 from .layers.layer_values import Known
 from .placeholders import Builder, add_inputs, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
 from .rewriting.written_inputs import WrittenInputs, why_kept, with_copies
-from .squeeze_batch import with_named_squeezes
+from .size_names import named_sizes
 from .symbolic_sizes import text, type_of
-from .value_names import named_sizes
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
 VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}

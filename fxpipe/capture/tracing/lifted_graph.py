@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.batch.batch_size_checks import baking_line, check_sizes
-from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.batching.mixed_samples import Reduce
+from fxpipe.batching.op_errors import at, without_symbols
+from fxpipe.capture.batch_size.batch_size_checks import baking_line, check_sizes
 from fxpipe.capture.call_arguments import BatchDim, Call, Leaf, common_size, cut_along
-from fxpipe.capture.capture_errors import at, without_symbols
 from fxpipe.capture.finish_graph import Finished, Seen, feed, finish, stand_ins
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError

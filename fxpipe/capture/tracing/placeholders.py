@@ -15,12 +15,13 @@ from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Input, Op, Size, State
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType
+from fxpipe.ir.unique_names import Names
 
 from .dynamo import Traced
 from .effects.observed_writes import memory
 from .layers.layer_values import Known
+from .size_names import usual_size
 from .symbolic_sizes import first_symbols, symbol, type_of
-from .value_names import Names, usual_size
 
 
 @dataclass

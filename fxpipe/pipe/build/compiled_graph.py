@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.batch.batch_size_checks import check_outputs
-from fxpipe.capture.batch.mixed_samples import refuse_unmeant
+from fxpipe.batching.mixed_samples import refuse_unmeant
+from fxpipe.capture.batch_size.batch_size_checks import check_outputs
 from fxpipe.capture.call_arguments import cut_along
 from fxpipe.capture.tracing.lifted_graph import Piece, capture_lifted, lift, not_cut
 from fxpipe.capture.tracing.torch_modes import check_modes

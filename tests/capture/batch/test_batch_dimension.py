@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.batching.batch_facts import multiple, number
 from fxpipe.capture import capture
-from fxpipe.capture.batch.batch_facts import multiple, number
 from fxpipe.errors import CaptureError
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxpipe.batching.op_errors import without_symbols
 from fxpipe.capture.call_arguments import Call
-from fxpipe.capture.capture_errors import innermost, without_symbols
+from fxpipe.capture.capture_errors import innermost
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects.observed_writes import memory
 from fxpipe.capture.tracing.effects.op_effects import steps

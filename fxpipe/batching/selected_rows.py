@@ -15,13 +15,13 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from fxpipe.capture.tracing.data_sizes import mask_of
 from fxpipe.ir.graph.graph import Op, Ref, op_name, refs
 from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.ops import CASTS, JOINS
 from fxpipe.ir.graph.value_types import TensorType, ValueType, data_sizes, dim_size, tensors
 
 from .batch_facts import Flow, Mixes, batch_dims, many, number
+from .data_sizes import mask_of
 
 PUTS = {"setitem", "index_put", "masked_scatter"}
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from fxpipe.capture.capture_errors import at
 from fxpipe.errors import CaptureError, MixedSamplesWarning
 from fxpipe.ir.graph.graph import Graph, Mixed, Output
 from fxpipe.ir.graph.value_types import BATCH, TensorType, dim_names, dim_size
 
 from .batch_facts import Flow, Mixes, batch_dims
+from .op_errors import at
 
 Reduce = Mapping[str, str] | str | None
 JOINED = "cat"  # what `reduce` calls outputs that are joined along the batch

@@ -20,18 +20,19 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.batching.op_errors import refuse
 from fxpipe.capture.call_arguments import Call
-from fxpipe.capture.capture_errors import refuse, values_of_other_samples
+from fxpipe.capture.capture_errors import values_of_other_samples
 from fxpipe.capture.nested_values import template
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.capture.tracing.rewriting.loops_as_vmaps import with_vmaps
-from fxpipe.capture.tracing.value_names import Names
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.value_types import BATCH, Dim, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.unique_names import Names
 
 from .batch_size_checks import baking_line
+from .loops_as_vmaps import with_vmaps
 
 log = logging.getLogger("fxpipe")
 

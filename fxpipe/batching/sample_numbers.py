@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.capture.tracing.data_sizes import mask_of
 from fxpipe.ir.graph.graph import Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.ops import ADD, CASTS, INDEXING, LOOKUP, MULTIPLY, RESHAPES
 from fxpipe.ir.graph.value_types import ScalarType, TensorType
 
 from .batch_facts import Flow, Mixes, Places, batch_dims, multiple, number
+from .data_sizes import mask_of
 from .selected_rows import selected
 
 COUNT = {"arange", "linspace"}

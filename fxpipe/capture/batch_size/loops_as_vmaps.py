@@ -21,8 +21,8 @@ from torch import fx
 
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects.op_effects import Step, steps
+from fxpipe.capture.tracing.rewriting.graph_view import LINES, own_values
 
-from .graph_view import LINES, own_values
 from .sample_loops import Env, Join, Loops, find_loops, sample_lines
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from fxpipe.capture.capture_errors import refuse
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Op
 from fxpipe.ir.graph.value_types import BATCH, Dim, ValueType, dim_names, dim_size, tensors
+
+from .op_errors import refuse
 
 
 class Mixes(CaptureError):

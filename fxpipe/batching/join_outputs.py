@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.capture.capture_errors import DATA_SIZES, refuse, without_symbols
-from fxpipe.capture.tracing.data_sizes import unnamed_sizes
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Output, is_opaque
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, tensors
@@ -17,8 +15,10 @@ from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, tensors
 from .batch_dimension import follow
 from .batch_facts import Flow, batch_dims, multiple
 from .batch_reductions import SAME, Kind, kinds
+from .data_sizes import unnamed_sizes
 from .loss_parts import name_of, needed, unknown_parts
 from .mixed_samples import Reduce, find_mixed, said
+from .op_errors import DATA_SIZES, refuse, without_symbols
 
 Sizes = Callable[[Mapping[str, int]], int]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fxpipe.capture.batch.batch_facts import batch_dims
+from fxpipe.batching.batch_facts import batch_dims
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 

@@ -22,8 +22,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
-from fxpipe.capture.capture_errors import refuse
-from fxpipe.capture.tracing.data_sizes import first_equal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
@@ -44,6 +42,8 @@ from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType
 from fxpipe.ir.once import once
 
 from .batch_facts import Flow, Mixes, batch_dims, many, multiple, number
+from .data_sizes import first_equal
+from .op_errors import refuse
 from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at
 from .selected_rows import check_selection, outer_of_selection
 from .sorted_rows import follow_sorted

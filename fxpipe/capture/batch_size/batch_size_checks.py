@@ -12,16 +12,15 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
+from fxpipe.batching.batch_facts import batch_dims
+from fxpipe.batching.op_errors import refuse
 from fxpipe.capture.call_arguments import Call
-from fxpipe.capture.capture_errors import refuse
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.errors import CaptureError, file_name
 from fxpipe.ir.graph.graph import UNKNOWN, Graph
 from fxpipe.ir.graph.value_types import BATCH
 from fxpipe.torch_internals.compiling.dynamic_sizes import is_of_tensor, printed
-
-from .batch_facts import batch_dims
 
 
 def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:

@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from fxpipe.capture.tracing.data_sizes import mask_of, product
-from fxpipe.capture.tracing.value_names import Names
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called, map_leaves, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument, arguments
 from fxpipe.ir.graph.ops import DIVIDE, ELEMENTWISE_LOSSES, LABEL_LOSSES, MULTIPLY, ROW_LOSSES, SIZES, WEIGHTED_LOSSES
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType, tensors
+from fxpipe.ir.unique_names import Names
 
 from .batch_dimension import follow
 from .batch_facts import batch_dims
 from .batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reduction
+from .data_sizes import mask_of, product
 from .loss_parts import COMBINED, needed, unknown_parts, with_named_parts, with_unknown_parts
 from .mean_shares import with_shares
 from .mixed_samples import Reduce, said

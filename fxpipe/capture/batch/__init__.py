@@ -1,1 +1,0 @@
-"""The batch dimension of each value, and whether the value may be cut along it."""
