@@ -264,6 +264,8 @@ def _check_vmap(op: Op, flow: Flow) -> None:
         if isinstance(kind, TensorType):
             if called(op) == "_add_batch_dim" and op.args[1] % len(kind.shape) in batch_dims(kind):
                 entered.add(op.args[2].name)
+            elif called(op) == "each_sample" and op.args[1] in batch_dims(kind) and kind.shape[op.args[1]] == BATCH:
+                entered.add(called(op))
             elif called(op) == "_add_batch_dim" and all(kind.shape[dim] == BATCH for dim in batch_dims(kind)):
                 beside.append(op)
             else:

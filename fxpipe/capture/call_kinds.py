@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.batching.mixed_samples import tell
 from fxpipe.capture.batch_size.batch_size_checks import check_outputs, check_sizes
+from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.rewriting.written_inputs import NO_WRITES, WrittenInputs
@@ -19,6 +20,7 @@ from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Call, RequestedCall
+from .capture_errors import made_of_floats, written_by_dynamo
 from .finish_graph import Finished, feed
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
@@ -49,6 +51,13 @@ class Kind:
     past: tuple[nn.Module, ...] = ()
     rows: frozenset[int] = frozenset()
     fits: set[int | None] = field(default_factory=set)
+
+    def check_trace(self) -> None:
+        """Raise Refused if an op was traced that runs inside of Dynamo only, or that a stage does not run."""
+        traced = self.traced.module.graph
+        floats = made_of_floats(traced) if self.traced.folded else None
+        if refused := written_by_dynamo(traced) or derived(traced) or floats:
+            raise refused
 
     @property
     def set_to(self) -> tuple[Any, ...]:

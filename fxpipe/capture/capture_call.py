@@ -38,7 +38,6 @@ from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.capture.batch_size.baked_batch_size import DryPass, at_two_sizes
 from fxpipe.capture.batch_size.batch_size_checks import conditions
 from fxpipe.capture.opaque.another_way import another_way
-from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, without_bound
 from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
@@ -57,17 +56,7 @@ from fxpipe.ir.graph.graph import Graph, Mixed, called
 
 from .call_arguments import Arguments, Assumed, BatchDim, Call, Leaf, RequestedCall, with_numbers
 from .call_kinds import Kind, Now, Run, Sizes, Work
-from .capture_errors import (
-    NoOps,
-    Refused,
-    failed,
-    made_of_floats,
-    no_ops,
-    no_two_alike,
-    refusals,
-    without_frames,
-    written_by_dynamo,
-)
+from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames
 from .finish_graph import Finished, Seen, finish, stand_ins
 from .model_exceptions import diagnosed
 from .model_with_loss import call_model
@@ -385,10 +374,7 @@ class CallCapture:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
         if kind.drafted is None:
-            traced = kind.traced.module.graph
-            floats = made_of_floats(traced) if kind.traced.folded else None
-            if refused := written_by_dynamo(traced) or derived(traced) or floats:
-                raise refused
+            kind.check_trace()
             if self.transforms:
                 kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)
             owner = owner_of(self.model, self.twins)

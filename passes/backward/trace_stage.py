@@ -92,6 +92,8 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"{op.target} is kept whole, {op.target.because}"
         if isinstance(op.target, RuntimeCall):
             return f"{op.target.name} keeps state in Python"
+        if called(op) == "each_sample":
+            return f"a loop over samples, which have numbers of their own, at {op.origin}"
         if not isinstance(op.target, HigherOrderOperator) and not known(op.target):
             return f"{called(op)} is not an operation of torch, at {op.origin}"
         if called(op) == ENTER_VMAP:

@@ -32,7 +32,7 @@ from fxpipe.ir.graph.value_types import BATCH, Dim, ScalarType, TensorType, Tupl
 from fxpipe.ir.unique_names import Names
 
 from .batch_size_checks import baking_line
-from .loops_as_vmaps import with_vmaps
+from .loops_as_ops import with_loops_as_ops
 
 log = logging.getLogger("fxpipe")
 
@@ -79,17 +79,17 @@ def at_two_sizes(
     try:
         return one.draft, _merged(one, other), holds
     except CaptureError:
-        loops = None if uncut else _as_vmaps(one, other, again)
+        loops = None if uncut else _with_loops_as_ops(one, other, again)
         if loops is None:
             raise
     return loops[0].draft, _merged(*loops), holds
 
 
-def _as_vmaps(one: DryPass, other: DryPass, again: Callable[[int], DryPass]) -> tuple[DryPass, DryPass] | None:
-    """The passes with a vmap for each loop over samples; None if something else differs, or a vmap cannot do it. A loop
-    over one sample shows nothing, so one sample more is looked at then, and the one has to fit."""
+def _with_loops_as_ops(one: DryPass, other: DryPass, again: Callable[[int], DryPass]) -> tuple[DryPass, DryPass] | None:
+    """The passes with ops of all samples for each loop over them; None if something else differs, or a vmap cannot do
+    it. A loop over one sample shows nothing, so one sample more is looked at then, and the one has to fit."""
     more = other if other.rows > 1 else again(one.rows + 1)
-    found = with_vmaps((one.traced, one.rows), (more.traced, more.rows))
+    found = with_loops_as_ops((one.traced, one.rows), (more.traced, more.rows))
     if found is None or (other is not more and not _fits_one(other.draft, one.draft, more.draft, one.rows)):
         return None
     try:

@@ -24,8 +24,9 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import is_of_tensor, printed
 
 
 def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
-    """Raise CaptureError, with the user's line, if the model would do something else for some micro-batch."""
-    guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
+    """Raise CaptureError, with the user's line, if the model would do something else for some micro-batch. What counts
+    to the batch size is traced for each size."""
+    guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None and draft.baked is None else []
     if call.batch is None:
         return
     if call.batch == 1 and draft.squeezed:
@@ -65,6 +66,8 @@ def conditions(traced: Traced, draft: Draft, rows: Collection[int]) -> tuple[str
             continue
         said = printed(expression)
         of_batch = BATCH in {names[s] for s in guard.expr.free_symbols}
+        if of_batch and rows:
+            continue
         found.append(f"{BATCH} == 1 or {said}" if of_batch and not _asked_by_user(guard) else said)
     found += [f"{BATCH} in {sorted(rows)}" if len(rows) > 1 else f"{BATCH} == {min(rows)}"] if rows else []
     found += [f"{BATCH} != 1"] if draft.squeezed else []

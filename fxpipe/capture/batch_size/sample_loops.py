@@ -16,15 +16,18 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxpipe.capture.tracing.effects.observed_writes import memory
 from fxpipe.capture.tracing.effects.op_effects import Step
 from fxpipe.ir.graph.graph import target_name
 from fxpipe.ir.graph.ops import PIECES
+from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 
 CATS, STACKS, PADS = {"cat", "concat", "concatenate"}, {"stack"}, {"pad_sequence"}
 SUMS = {"add", "iadd", "add_"}
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Loops:
     - `bodies`: for each loop, the ops of the first sample; `before`: the first op that needs what the loop makes.
     - `joins`: where samples meet.
     - `place`: the loop of each op of a sample, and its place in the body.
+    - `numbers`: whether samples have numbers or sizes of their own, which their values decide.
     """
 
     samples: Mapping[fx.Node, Sample]
@@ -75,6 +79,7 @@ class Loops:
     before: tuple[fx.Node, ...]
     joins: tuple[Join, ...]
     place: Mapping[fx.Node, tuple[int, int]]
+    numbers: bool = False
 
 
 Env = Mapping[fx.Node, Any]
@@ -110,7 +115,8 @@ def find_loops(
             return None
         before.append(min(uses, key=order.__getitem__))
     firsts = tuple(tuple(bodies[0]) for bodies in search.bodies)
-    return Loops(search.samples, firsts, tuple(before), tuple(search.joins), search.place)
+    numbers = any(map(is_decided_by_data, map(env.__getitem__, search.place)))
+    return Loops(search.samples, firsts, tuple(before), tuple(search.joins), search.place, numbers)
 
 
 def _sample(node: fx.Node, env: Env, rows: int) -> Sample | None:
@@ -199,7 +205,7 @@ class _Search:
         if not known or not isinstance(parts, (list, tuple)) or not self._all(parts):
             return None
         value = self.env[parts[0]]
-        if any(self.env[part].shape != value.shape for part in parts):
+        if any(known_shape(self.env[part]) != known_shape(value) for part in parts) or None in known_shape(value):
             return None
         how = "cat" if name in CATS else "stack"
         return Join(node, tuple(parts), how, dim % (value.dim() + (how == "stack")))
@@ -264,9 +270,9 @@ class _Search:
         first, *others = bodies
         steps = [self.ran.get(node) for node in first]
         plain = all(step is not None and self._keeps_memory(step) for step in steps)
-        tensors = all(isinstance(self.env[node], (Tensor, tuple, list)) for node in first)
+        known = all(isinstance(self.env[node], (Tensor, tuple, list, *NUMBERS)) for node in first)
         whole = any(hasattr(node.target, "piece") or op_name(node).startswith("_vmap") for node in first)
-        if not plain or not tensors or whole or len({step.regions for step in steps if step is not None}) > 1:
+        if not plain or not known or whole or len({step.regions for step in steps if step is not None}) > 1:
             return False
         return all(
             len(body) == len(first) and all(self._same_op(one, other) for one, other in zip(first, body, strict=True))
@@ -290,7 +296,7 @@ class _Search:
         regions = [self.ran[node].regions if node in self.ran else None for node in (one, other)]
         if (one.op, one.target) != (other.op, other.target) or regions[0] != regions[1]:
             return False
-        sizes = [tuple(x.shape) if isinstance(x := self.env.get(node), Tensor) else () for node in (one, other)]
+        sizes = [known_shape(x) if isinstance(x := self.env.get(node), Tensor) else () for node in (one, other)]
         return sizes[0] == sizes[1] and self._same((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs)))
 
     def _same(self, one: Any, other: Any) -> bool:
@@ -315,6 +321,16 @@ class _Search:
             return True
         step = self.ran.get(one)  # made anew for each sample, such as torch.arange(3)
         return step is not None and not step.random and not step.written and self._same_op(one, other)
+
+
+def is_decided_by_data(value: Any) -> bool:
+    """Whether a value is a number, or has a size, that the values of tensors decide."""
+    return isinstance(value, NUMBERS) or (isinstance(value, Tensor) and None in known_shape(value))
+
+
+def known_shape(value: Tensor) -> tuple[Any, ...]:
+    """The shape, with None for sizes that data decides."""
+    return tuple(None if isinstance(size, torch.SymInt) and depends_on_data(size) else size for size in value.shape)
 
 
 def _adds_two(node: Any) -> bool:

@@ -69,6 +69,7 @@ class ReadValues:
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self._graph, copies)
         graph.output(tuple(copies[node] for node in self._read))
+        graph.eliminate_dead_code()  # also what failed, as for samples that the batch does not have
         return ValuesRead(fx.GraphModule({}, graph), tuple(self._paths), tuple(self._read.values()))
 
     def value(self, node: fx.Node, truth: bool) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.value_types import IN_VMAP, Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.runtime.each_sample import Samples
 from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
 
@@ -50,8 +51,9 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
 
 
 def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
-    """The type of a traced value. Inside a vmap a tensor is an object that lives there only."""
-    if isinstance(value, Tensor) and in_vmap(value):
+    """The type of a traced value. Inside a vmap, and in a loop over samples, a tensor is an object that lives there
+    only."""
+    if (isinstance(value, Tensor) and in_vmap(value)) or isinstance(value, Samples):
         return IN_VMAP
     if isinstance(value, (Tensor, Known)):
         shape = tuple(text(size, names) for size in value.shape)

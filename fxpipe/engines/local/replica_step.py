@@ -6,7 +6,7 @@
 To a worker its slices are ordinary micro-batches: it has a step of its own, with fewer samples. Only the routing of
 messages differs (`replica_routing.py`).
 
-The first replica of a stage is the stage itself; for the other replicas see `runtime/stage_replica.py`.
+The first replica of a stage is the stage itself; for the other replicas see `stage_replica.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, standing_in
 from fxpipe.runtime.deferred_norms import absorb, sums_of
 from fxpipe.runtime.microbatch import gather
-from fxpipe.runtime.stage_replica import empty, fill
 from fxpipe.runtime.streams import Streams
+
+from .stage_replica import empty, fill
 
 __all__ = ["Gradients", "ReplicatedScheduler", "Step"]
 

@@ -134,6 +134,7 @@ _LINEAR = """
     neg negative positive clone contiguous detach alias item requires_grad_ to type type_as float double half bfloat16
     cpu cuda sym_float expand expand_as broadcast_to movedim getitem select narrow index_select sum mean cumsum trace
     diagonal flip roll repeat tile tensor as_tensor scalar_tensor _add_batch_dim _remove_batch_dim
+    each_sample stacked
 """
 LINEAR = _names(_LINEAR, RESHAPES, PERMUTATIONS, PIECES)
 

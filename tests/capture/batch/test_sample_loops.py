@@ -206,17 +206,6 @@ def written(self: Any, x: Tensor, h: Tensor) -> Tensor:
     return made
 
 
-@refused
-def selects(self: Any, x: Tensor, h: Tensor) -> Tensor:
-    """A vmap cannot do it: how many rows there are, data decides."""
-    return torch.stack([self.second(one[one[:, 0] > 0]).sum(0) for one in h])
-
-
-@refused
-def numbers(self: Any, x: Tensor, h: Tensor) -> Tensor:
-    return torch.stack([self.second(one) * one.detach()[0, 0].item() for one in h])
-
-
 def flat(made: Any) -> tuple[Tensor, ...]:
     return (made,) if isinstance(made, Tensor) else tuple(made)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import fxpipe
+from tests.capture.batch import test_sample_numbers_of_their_own as own_numbers
 from tests.capture.batch.test_sample_lists import Boxes, images, of_boxes, targets_of
 from tests.capture.batch.test_sample_loops import Model, each_alone, in_two
 
@@ -38,3 +39,28 @@ def as_the_model(group: Any, options: Mapping[str, Any], lists: bool) -> None:
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), plain(x), rtol=1e-9, atol=1e-9)
     pipe.close()
+
+
+def with_numbers(group: Any, options: Mapping[str, Any]) -> None:
+    """Each sample has numbers of its own: steps, and calls between them, of batches of several sizes."""
+    model = own_numbers.Model(own_numbers.between)
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, group=group, timeout=60, **options)
+    of = dict(plain.named_parameters())
+    for samples in (8, 10, 8):
+        given = own_numbers.batch(samples)
+        plain.zero_grad()
+        pipe.zero_grad()
+        expected = plain(*given).square().mean()
+        expected.backward()
+        found = pipe.step(*given, loss_fn=mean_of_squares)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-9)
+        for path, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, of[path].grad, rtol=1e-9, atol=1e-9, msg=path)
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(*given), plain(*given), rtol=1e-9, atol=1e-9)
+    pipe.close()
+
+
+def mean_of_squares(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()

@@ -24,3 +24,8 @@ CASES = [(way, lists) for lists in (False, True) for way in WAYS]
 @pytest.mark.parametrize(("way", "lists"), mostly_slow(CASES, lambda case: case in (("1f1b", False), ("code", True))))
 def test_steps_are_those_of_the_model(pool: Pool, way: str, lists: bool) -> None:
     pool.run(sample_loops.as_the_model, WAYS[way], lists, ranks=(0, 1))
+
+
+@pytest.mark.parametrize("way", mostly_slow(sorted(WAYS), "1f1b".__eq__))
+def test_numbers_of_their_own(pool: Pool, way: str) -> None:
+    pool.run(sample_loops.with_numbers, WAYS[way], ranks=(0, 1))

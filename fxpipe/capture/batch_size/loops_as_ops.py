@@ -1,10 +1,13 @@
-"""Loops over samples as one vmap over them: it does for any number of samples what a loop (`sample_loops.py`) does with
-each.
+"""Loops over samples as ops that do for any number of samples what a loop (`sample_loops.py`) does with each. They are
+in a vmap:
 
     enter a vmap of 2
     f = add_batch_dim(x, 0);  linear = linear(f, fc.weight);  relu = linear.relu()
     stack = remove_batch_dim(relu, 0)
     leave it
+
+Where samples have numbers of their own, as in `[s[:n].mean(0) for s, n in zip(x, lengths.tolist())]`, they take the
+values of all samples one after the other (`each_sample.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from torch import fx
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects.op_effects import Step, steps
 from fxpipe.capture.tracing.rewriting.graph_view import LINES, own_values
+from fxpipe.runtime.each_sample import each_sample, stacked
 
-from .sample_loops import Env, Join, Loops, find_loops, sample_lines
+from .sample_loops import Env, Join, Loops, Sample, find_loops, op_name, sample_lines
 
 
-def with_vmaps(one: tuple[Traced, int], other: tuple[Traced, int]) -> tuple[Traced, Traced] | None:
-    """Two traces, each with its number of samples, with a vmap in place of each loop over them; None if what takes
-    single samples in both is no loop."""
+def with_loops_as_ops(one: tuple[Traced, int], other: tuple[Traced, int]) -> tuple[Traced, Traced] | None:
+    """Two traces, each with its number of samples, with ops of all samples in place of each loop over them; None if
+    what takes single samples in both is no loop."""
     copies = [_Copy(traced, rows) for traced, rows in (one, other)]
     lines = frozenset.intersection(*(sample_lines(made.graph, made.env, made.rows) for made in copies))
     found = [find_loops(made.graph, made.env, made.ran, made.rows, lines) for made in copies] if lines else [None]
@@ -41,7 +45,8 @@ def with_vmaps(one: tuple[Traced, int], other: tuple[Traced, int]) -> tuple[Trac
 
 
 class _Copy:
-    """A trace with a graph of its own, in which every placeholder has its value. `env`, `ran`: what its run shows."""
+    """A trace with a graph of its own, in which every placeholder has its value, and what nothing needs is left out.
+    `env`, `ran`: what its run shows."""
 
     def __init__(self, traced: Traced, rows: int) -> None:
         self.graph, self.rows = fx.Graph(), rows
@@ -49,6 +54,7 @@ class _Copy:
         self.graph.output(self.graph.graph_copy(traced.module.graph, nodes))
         for node, new in nodes.items():
             new.meta = copy.copy(node.meta)
+        _apart(self.graph)
         module = fx.GraphModule(traced.module, self.graph)
         module.meta = traced.module.meta
         own_values(module)
@@ -57,6 +63,20 @@ class _Copy:
         self.env: Env
         self.env, ran = steps(self.traced)
         self.ran: Mapping[fx.Node, Step] = {step.node: step for step in ran}
+        for node in reversed(list(self.graph.nodes)):  # torch's own checks of numbers that depend on data
+            if node.op.startswith("call") and node not in self.env and not node.users:
+                self.graph.erase_node(node)
+
+
+def _apart(graph: fx.Graph) -> None:
+    """Write `x[i, :n]` as `x[i][:n]` where n is a value: ops take whole samples then."""
+    for node in graph.nodes:
+        index = node.args[1] if op_name(node) == "getitem" and len(node.args) == 2 else None
+        if isinstance(index, tuple) and len(index) > 1 and type(index[0]) is int and len(node.all_input_nodes) > 1:
+            with graph.inserting_before(node):
+                sample = graph.call_function(operator.getitem, (node.args[0], index[0]))
+            sample.meta = {key: value for key, value in node.meta.items() if key in LINES}
+            node.args, node.meta = (sample, index[1:]), dict(sample.meta)
 
 
 @cache
@@ -74,18 +94,23 @@ def _vmap_ops() -> Mapping[str, Callable[..., Any]]:
 
 @dataclass
 class _Writer:
-    """Writes vmaps into a graph. `stacked`: the values of all samples, by the first sample's."""
+    """Writes ops of all samples into a graph. `stacked`: the values of all samples, by the first sample's; `of_each`:
+    the same as values of each sample."""
 
     made: _Copy
     loops: Loops
     stacked: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    of_each: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Put a vmap in the place of each loop, and what makes the same of its results in the place of each join."""
+        """Put ops in the place of each loop, and what makes the same of their results in the place of each join."""
         graph = self.made.graph
         for index, before in enumerate(self.loops.before):
             with graph.inserting_before(before):
-                self._vmap(index)
+                if self.loops.numbers:
+                    self._each(index)
+                else:
+                    self._vmap(index)
         for join in self.loops.joins:
             with graph.inserting_before(join.node):
                 new = self._joined(join)
@@ -113,12 +138,34 @@ class _Writer:
                 self.stacked[node] = self._vmap_op("_remove_batch_dim", (inside[node], 1, self.made.rows, 0), node)
         self._vmap_op("_vmap_decrement_nesting", (), body[-1])
 
+    def _each(self, index: int) -> None:
+        """The ops of a loop, with values of each sample."""
+        graph = self.made.graph
+
+        def value(node: fx.Node) -> fx.Node:
+            if node in self.loops.samples and node not in self.of_each:
+                sample = self.loops.samples[node]
+                made = self._of(node, graph.call_function(each_sample, (sample.whole, sample.dim)))
+                self.of_each[node] = self._sample(node, sample, made)
+            return self.of_each.get(node, node)
+
+        for node in self.loops.bodies[index]:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            self.of_each[node] = self._of(node, graph.create_node(node.op, node.target, args, kwargs, node.name))
+        joined = {join.parts[0] for join in self.loops.joins}
+        for node in self.loops.bodies[index]:
+            if node in joined:
+                self.stacked[node] = self._of(node, graph.call_function(stacked, (self.of_each[node],)))
+
     def _entered(self, node: fx.Node) -> fx.Node:
         """A value of a sample, in a vmap: of one that takes samples, or of an earlier loop."""
         sample = self.loops.samples.get(node)
         if sample is None:
             return self._vmap_op("_add_batch_dim", (self.stacked[node], 0, 1), node)
-        made = self._vmap_op("_add_batch_dim", (sample.whole, sample.dim, 1), node)
+        return self._sample(node, sample, self._vmap_op("_add_batch_dim", (sample.whole, sample.dim, 1), node))
+
+    def _sample(self, node: fx.Node, sample: Sample, made: fx.Node) -> fx.Node:
+        """What a node takes, of the samples that are `made`."""
         if sample.kept:
             made = self._of(node, self.made.graph.call_method("unsqueeze", (made, sample.dim)))
         if sample.rest:
@@ -146,7 +193,8 @@ class _Writer:
             whole = self._of(join.node, graph.call_method("movedim", (whole, 0, join.dim)))
         if join.how == "cat":
             whole = self._of(join.node, graph.call_method("flatten", (whole, join.dim, join.dim + 1)))
-        return self._of(join.node, graph.call_method("clone", (whole,)))  # joins make copies
+        copied = self.loops.numbers and join.how == "stack"
+        return whole if copied else self._of(join.node, graph.call_method("clone", (whole,)))  # joins make copies
 
     def _vmap_op(self, name: str, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         return self._of(like, self.made.graph.call_function(_vmap_ops()[name], args))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .autograd.gradient_aliases import Pair
-from .stage import Stage
+from fxpipe.runtime.autograd.gradient_aliases import Pair
+from fxpipe.runtime.stage import Stage
 
 
 def fill(replica: Stage, stage: Stage, pairs: Sequence[Pair]) -> list[Pair]:
