@@ -110,6 +110,7 @@ class CallCapture:
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
+        self._has_set: set[str] = set()
         self._lock = threading.RLock()
 
     def anew(self) -> None:
@@ -210,7 +211,7 @@ class CallCapture:
         signature = signature_of(self._now.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
-            why = why_new(signature, self._signatures, "step" if self.loss else "call")
+            why = why_new(signature, self._signatures, "step" if self.loss else "call", self._has_set)
             if self.ways.other_values:
                 why = "forward reads another value of its inputs"
             self._working.enter_context(self._work(f"capturing {name}: {why}"))
@@ -306,6 +307,7 @@ class CallCapture:
                 given = now.call.objects.restore()
             if now.snapshot is not None and now.kind is not None:
                 now.kind.touched |= now.snapshot.restore()
+                self._has_set |= {f"{type(one.holder).__name__}.{name}" for (_, name), one in now.kind.touched.items()}
                 now.kind.given = given
 
     def _routed(self, now: Now) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,11 @@ def _shown(tensor: Tensor, batch_dim: int | None) -> str:
     return f"{_name(tensor.dtype)}[{', '.join(sizes)}]"
 
 
-def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "call") -> str:
-    """What is new about a call; `before` are the signatures of all captured ones, `what` is a call or a step.
+def why_new(
+    new: CallSignature, before: Sequence[CallSignature], what: str = "call", has_set: Collection[str] = ()
+) -> str:
+    """What is new about a call; `before` are the signatures of all captured ones, `what` is a call or a step, `has_set`
+    are the attributes that forward has set.
 
     >>> small, large = (CallSignature(True, (("x", f"float32[b, {size}]"),)) for size in (4, 8))
     >>> why_new(small, []), why_new(large, [small])
@@ -58,6 +61,8 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
     >>> both = (("ids", "int64[b]"), ("labels", "int64[b]"))
     >>> why_new(CallSignature(True, both), [CallSignature(True, both, same=(("ids", "labels"),))])
     'ids and labels are not one tensor, and were'
+    >>> why_new(small, [small], has_set=["Config.problem_type"])
+    'something else that the model depends on has changed; forward sets Config.problem_type'
     """
     if not before:
         return f"first {what}"
@@ -73,7 +78,8 @@ def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "ca
             return "gradients are on, and were off" if new.grad else "gradients are off, and were on"
         if all(one.same != new.same for one in same if one.autocast == new.autocast):
             return _of_same(new.same, same[-1].same)
-        return "something else that the model depends on has changed"
+        found = f"; forward sets {', '.join(sorted(has_set))}" if has_set else ""
+        return f"something else that the model depends on has changed{found}"
     last = next((one for one in reversed(alike) if one.keys() == now.keys()), None)
     if last is None:
         return f"other arguments, {', '.join(now)}"

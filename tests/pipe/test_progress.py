@@ -78,6 +78,31 @@ def test_captures_say_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     pipe.close()
 
 
+class Deciding(nn.Module):
+    """Decides in its first call what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kind:
+            self.kind = "linear"
+        return self.layer(x)
+
+
+def test_a_capture_names_what_forward_has_set_before(caplog: pytest.LogCaptureFixture) -> None:
+    said = listening(caplog)
+    pipe, x = fxpipe.compile(Deciding(), 1, 2), torch.randn(8, 4)
+    pipe(x), pipe(x), pipe(x)
+    found = [message for message in said.messages if message.startswith("capturing")]
+    assert found == [
+        "capturing Deciding: first call",
+        "capturing Deciding: something else that the model depends on has changed; forward sets Deciding.kind",
+    ]
+    pipe.close()
+
+
 def test_two_arguments_were_one_tensor(caplog: pytest.LogCaptureFixture) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
