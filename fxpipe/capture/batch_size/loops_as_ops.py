@@ -94,8 +94,8 @@ def _vmap_ops() -> Mapping[str, Callable[..., Any]]:
 
 @dataclass
 class _Writer:
-    """Writes ops of all samples into a graph. `stacked`: the values of all samples, by the first sample's; `of_each`:
-    the same as values of each sample."""
+    """Writes ops of all samples into a graph. By a value of the first sample: `stacked`, what has left a vmap;
+    `of_each`, the values of each sample."""
 
     made: _Copy
     loops: Loops
@@ -108,7 +108,7 @@ class _Writer:
         for index, before in enumerate(self.loops.before):
             with graph.inserting_before(before):
                 if self.loops.numbers:
-                    self._each(index)
+                    self._copy_body(index, self.of_each, self._of_each_sample)
                 else:
                     self._vmap(index)
         for join in self.loops.joins:
@@ -124,38 +124,29 @@ class _Writer:
         self._vmap_op("lazy_load_decompositions", (), body[0])
         self._vmap_op("_vmap_increment_nesting", (self.made.rows, "different" if random else "error"), body[0])
         inside: dict[fx.Node, fx.Node] = {}
-
-        def value(node: fx.Node) -> fx.Node:
-            if node not in inside and (node in self.loops.samples or node in self.loops.place):
-                inside[node] = self._entered(node)
-            return inside.get(node, node)
-
-        for node in body:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            inside[node] = self._of(node, self.made.graph.create_node(node.op, node.target, args, kwargs, node.name))
+        self._copy_body(index, inside, self._entered)
         for node in body:
             if any(self.loops.place.get(user, (-1,))[0] != index for user in node.users):
                 self.stacked[node] = self._vmap_op("_remove_batch_dim", (inside[node], 1, self.made.rows, 0), node)
         self._vmap_op("_vmap_decrement_nesting", (), body[-1])
 
-    def _each(self, index: int) -> None:
-        """The ops of a loop, with values of each sample."""
-        graph = self.made.graph
+    def _copy_body(self, index: int, inside: dict[fx.Node, fx.Node], entered: Callable[[fx.Node], fx.Node]) -> None:
+        """The ops of a loop, which are added to `inside`; `entered` makes what they read of samples and other loops."""
 
         def value(node: fx.Node) -> fx.Node:
-            if node in self.loops.samples and node not in self.of_each:
-                sample = self.loops.samples[node]
-                made = self._of(node, graph.call_function(each_sample, (sample.whole, sample.dim)))
-                self.of_each[node] = self._sample(node, sample, made)
-            return self.of_each.get(node, node)
+            if node not in inside and (node in self.loops.samples or node in self.loops.place):
+                inside[node] = entered(node)
+            return inside.get(node, node)
 
         for node in self.loops.bodies[index]:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            self.of_each[node] = self._of(node, graph.create_node(node.op, node.target, args, kwargs, node.name))
-        joined = {join.parts[0] for join in self.loops.joins}
-        for node in self.loops.bodies[index]:
-            if node in joined:
-                self.stacked[node] = self._of(node, graph.call_function(stacked, (self.of_each[node],)))
+            inside[node] = self._of(node, self.made.graph.create_node(node.op, node.target, args, kwargs, node.name))
+
+    def _of_each_sample(self, node: fx.Node) -> fx.Node:
+        """What an op that takes samples takes, as values of each."""
+        sample = self.loops.samples[node]
+        made = self.made.graph.call_function(each_sample, (sample.whole, sample.dim))
+        return self._sample(node, sample, self._of(node, made))
 
     def _entered(self, node: fx.Node) -> fx.Node:
         """A value of a sample, in a vmap: of one that takes samples, or of an earlier loop."""
@@ -173,10 +164,13 @@ class _Writer:
         return made
 
     def _joined(self, join: Join) -> fx.Node:
-        """What a join makes, of the stacked values of all samples."""
+        """What a join makes, of the stacked values of all samples. It is a copy: it may be written."""
         graph, first = self.made.graph, join.parts[0]
+        is_copy = first in self.of_each
         whole = self.stacked.get(first)
-        if whole is None:  # nothing is done with the samples
+        if is_copy:
+            whole = self._of(join.node, graph.call_function(stacked, (self.of_each[first],)))
+        elif whole is None:  # nothing is done with the samples
             sample = self.loops.samples[first]
             whole = sample.whole
             if sample.dim:
@@ -193,8 +187,7 @@ class _Writer:
             whole = self._of(join.node, graph.call_method("movedim", (whole, 0, join.dim)))
         if join.how == "cat":
             whole = self._of(join.node, graph.call_method("flatten", (whole, join.dim, join.dim + 1)))
-        copied = self.loops.numbers and join.how == "stack"
-        return whole if copied else self._of(join.node, graph.call_method("clone", (whole,)))  # joins make copies
+        return whole if is_copy else self._of(join.node, graph.call_method("clone", (whole,)))
 
     def _vmap_op(self, name: str, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         return self._of(like, self.made.graph.call_function(_vmap_ops()[name], args))
