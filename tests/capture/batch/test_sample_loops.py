@@ -210,15 +210,19 @@ def flat(made: Any) -> tuple[Tensor, ...]:
     return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
-def check(model: nn.Module, chunks: int, samples: int, **options: Any) -> None:
-    """Calls and gradients are the plain model's, without a warning."""
+def inputs(samples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(samples, 6, dtype=torch.float64),)
+
+
+def check(model: nn.Module, chunks: int, samples: int, batch: Callable[[int], tuple[Tensor, ...]] = inputs) -> None:
+    """Calls and gradients are the plain model's, without a warning; `batch` makes the arguments."""
     plain = copy.deepcopy(model)
-    with warnings.catch_warnings(), closing(fxpipe.compile(model, 2, chunks, **options)) as pipe:
+    with warnings.catch_warnings(), closing(fxpipe.compile(model, 2, chunks)) as pipe:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)  # torch's, of attention in a vmap
         for rows in (samples, samples, 2 * samples):
-            x = torch.randn(rows, 6, dtype=torch.float64)
-            expected, found = flat(plain(x)), flat(pipe(x))
+            given = batch(rows)
+            expected, found = flat(plain(*given)), flat(pipe(*given))
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
             for made in (expected, found):
                 sum(one.square().sum() for one in made).backward()  # type: ignore[union-attr]

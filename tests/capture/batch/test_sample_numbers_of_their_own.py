@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError
+from tests.capture.batch.test_sample_loops import check
 from tests.capture.batch.test_selected_rows import named, same_gradients
 from tests.helpers.marks import mostly_slow
 
@@ -186,24 +187,10 @@ def written(self: Any, h: Tensor, lengths: Tensor) -> Tensor:
     return h * mask
 
 
-def check(model: nn.Module, chunks: int, samples: int, **options: Any) -> None:
-    """Calls and gradients are the plain model's."""
-    plain = copy.deepcopy(model)
-    with closing(fxpipe.compile(model, 2, chunks, **options)) as pipe:
-        for rows in (samples, samples, 2 * samples):
-            given = batch(rows)
-            expected, found = plain(*given), pipe(*given)
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-            for made in (expected, found):
-                made.square().sum().backward()
-            same_gradients(model, plain)
-        assert len(pipe.stages) == 2
-
-
 @pytest.mark.parametrize("body", LOOPS, ids=named)
 def test_a_loop_is_the_models(body: Body) -> None:
     """In micro-batches of 3 and 2 samples; and then of as many, and more."""
-    check(Model(body), 3, 8)
+    check(Model(body), 3, 8, batch)
 
 
 QUICK = [pooled, by_index, added_up]
@@ -211,7 +198,7 @@ QUICK = [pooled, by_index, added_up]
 
 @pytest.mark.parametrize("body", mostly_slow(LOOPS, QUICK.__contains__), ids=named)
 def test_micro_batches_of_one_sample(body: Body) -> None:
-    check(Model(body), 4, 7)
+    check(Model(body), 4, 7, batch)
 
 
 @pytest.mark.parametrize("body", mostly_slow([*LOOPS, *KEPT_WHOLE, written], QUICK.__contains__), ids=named)
@@ -296,4 +283,4 @@ def test_random_loops(loops: list[list[str]], chunks: int, samples: int) -> None
             h = torch.stack(made) * 0.5 + h
         return h
 
-    check(Model(body), chunks, samples)
+    check(Model(body), chunks, samples, batch)

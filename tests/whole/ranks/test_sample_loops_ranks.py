@@ -17,15 +17,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [(way, lists) for lists in (False, True) for way in WAYS]
+CASES = [(way, case) for case in ("loops", "lists", "numbers") for way in WAYS]
+QUICK = (("1f1b", "loops"), ("code", "lists"), ("1f1b", "numbers"))
 
 
 @pytest.mark.filterwarnings("ignore:.* kept whole")
-@pytest.mark.parametrize(("way", "lists"), mostly_slow(CASES, lambda case: case in (("1f1b", False), ("code", True))))
-def test_steps_are_those_of_the_model(pool: Pool, way: str, lists: bool) -> None:
-    pool.run(sample_loops.as_the_model, WAYS[way], lists, ranks=(0, 1))
-
-
-@pytest.mark.parametrize("way", mostly_slow(sorted(WAYS), "1f1b".__eq__))
-def test_numbers_of_their_own(pool: Pool, way: str) -> None:
-    pool.run(sample_loops.with_numbers, WAYS[way], ranks=(0, 1))
+@pytest.mark.parametrize(("way", "case"), mostly_slow(CASES, QUICK.__contains__))
+def test_steps_are_those_of_the_model(pool: Pool, way: str, case: str) -> None:
+    pool.run(sample_loops.as_the_model, WAYS[way], getattr(sample_loops, case), ranks=(0, 1))
