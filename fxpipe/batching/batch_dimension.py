@@ -25,6 +25,7 @@ from typing import Any
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.ops import (
     ALONG,
     ARITHMETIC,
@@ -297,8 +298,16 @@ def _check_meeting(op: Op, flow: Flow) -> None:
         raise Mixes(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
 
 
+def _check_opaque(op: Op, flow: Flow) -> None:
+    """Raise Mixes if the op is a submodule that is kept whole, and its runs have shown that it mixes samples."""
+    if isinstance(op.target, Opaque) and op.target.mixes and batch_dims(op.type):
+        what = "returns for a sample depends on other samples, as two runs show"
+        raise Mixes(op, f"what {op.target}, kept whole, {what}")
+
+
 CHECKS = (
     count,
+    _check_opaque,
     _check_shape,
     _check_reshape,
     _check_dimension,

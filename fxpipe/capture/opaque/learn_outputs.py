@@ -2,7 +2,8 @@
 
 To trace past such an op, Dynamo must know the number, types and shapes of its results. So the plain model runs twice
 with the real inputs: on as many samples as a micro-batch has, and on one more (or twice as many, if one more fails).
-Sizes that differ are along the batch. Afterwards buffers, random states and attributes are restored.
+Sizes that differ are along the batch, and values that differ show that samples are mixed (`mixing_in_runs.py`).
+Afterwards buffers, random states and attributes are restored.
 
     router(f32[2, 8]) -> f32[2, 3], i64[4]        f32[b, 8] -> f32[b, 3], i64[2 * b]
     router(f32[3, 8]) -> f32[3, 3], i64[6]
@@ -13,9 +14,9 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
 from .derivatives import Derivatives
+from .mixing_in_runs import Contents, in_another_order, mixes
 from .opaque_submodules import Piece, Pieces
 
 
@@ -66,6 +68,7 @@ class Heard:
     wrote: bool
     derived: bool
     lists: bool
+    contents: Contents | None  # None if they do not show whether samples are mixed
 
 
 def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...]) -> Piece | None:
@@ -77,12 +80,13 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
 
     grad = torch.is_grad_enabled()
 
-    def hear(count: int) -> None:
+    def hear(samples: Sequence[int]) -> None:
         # What is made in inference mode does not show that it is written.
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
-            running, given, rest, beside = _real_call(twins, call, holders, count)
+            running, given, rest, beside = _real_call(twins, call, holders, samples)
             given, lists = with_lists(given)
-            calls = _listen(pieces, running, lists)  # sooner than the snapshot, in which it would be a change
+            # sooner than the snapshot, in which it would be a change
+            calls = _listen(pieces, running, lists, call.rows is not None)
             with _undone(running, beside, call) as changes, said_to_compile(compiling):
                 run(running.root, *given, *rest)
         heard.append(calls)
@@ -90,16 +94,20 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
 
     compiling = True
     try:
-        hear(rows)
+        hear(range(rows))
     except Exception:  # as when it is traced, a model that cannot be compiled is not told that it is
         compiling = False
-        hear(rows)
-    try:
-        hear(rows + 1 if call.rows is not None else 0)
-    except Exception:
-        if not rows:
-            raise
-        hear(2 * rows)  # where samples come in groups, as in `x.reshape(-1, 4, width)`
+        hear(range(rows))
+    turned = in_another_order(rows, call.batch or rows) if rows else []
+    # Samples may have to come in their order, or in groups, as in `x.reshape(-1, 4, width)`.
+    ways: list[Sequence[int]] = [turned, range(rows + 1), range(2 * rows)] if rows else [turned]
+    for samples in ways:
+        try:
+            hear(samples)
+            break
+        except Exception:
+            if samples is ways[-1]:
+                raise
     if len(heard[0]) != len(heard[1]):
         raise _called_otherwise(*heard)
     for one, two in zip(*heard, strict=True):
@@ -107,6 +115,8 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         promise = _promise(one, two) if piece is two.piece else None
         if promise is None:
             return piece
+        if samples is turned and one.contents and two.contents and mixes(one.contents, two.contents, turned):
+            promise = replace(promise, mixes=True)
         others = [old for old in piece.opaque.promises if not alike(_call_of(old), _call_of(promise))]
         if len(others) == len(piece.opaque.promises):
             piece.asked = False  # else, what was asked for is another call than that
@@ -133,19 +143,19 @@ def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
 def run_plainly(call: Call, twins: Twins, holders: tuple[Any, ...], function: Callable[..., Any], count: int) -> None:
     """Call `function(model, *arguments)` on a copy with `count` samples; the model does not change. Raises what it
     raises."""
-    running, given, rest, beside = _real_call(twins, call, holders, count)
+    running, given, rest, beside = _real_call(twins, call, holders, range(count))
     with _undone(running, beside, call):
         function(running.root, *with_lists(given)[0], *rest)
 
 
 def _real_call(
-    twins: Twins, call: Call, holders: tuple[Any, ...], count: int
+    twins: Twins, call: Call, holders: tuple[Any, ...], samples: Sequence[int]
 ) -> tuple[Twins, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Twins with real tensors, `count` samples of the arguments, further arguments of the captured function, and the
+    """Twins with real tensors, these samples of the arguments, further arguments of the captured function, and the
     other objects that it may change."""
     running = twins.with_stand_ins(_copy)
     beside = running.beside(*call.rest, *holders)
-    given = tuple(change(part, lambda _, x: _cut(call, x, count)) for part in call.given)
+    given = tuple(change(part, lambda _, x: _cut(call, x, samples)) for part in call.given)
     return running, given, beside[: len(call.rest)], beside[len(call.rest) :]
 
 
@@ -203,22 +213,23 @@ def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
     return Gives(one.dtype, tuple(shape), tuple(order), one.requires_grad or two.requires_grad)
 
 
-def _cut(call: Call, twin: Tensor, count: int) -> Tensor:
-    """`count` samples of the real tensor, repeated if it has fewer."""
+def _cut(call: Call, twin: Tensor, samples: Sequence[int]) -> Tensor:
+    """Samples of the real tensor, which are repeated if it has fewer."""
     leaf = call.leaves.get(id(twin))
     if leaf is None:
         return twin
     real = leaf.real.detach()
     if leaf.batch_dim is not None:
-        index = torch.arange(count, device=real.device) % real.shape[leaf.batch_dim]
+        index = torch.tensor(samples, dtype=torch.int64, device=real.device) % real.shape[leaf.batch_dim]
         real = real.index_select(leaf.batch_dim, index)
     return (real.to(twin.device) if real.device != twin.device else real.clone()).requires_grad_(
         leaf.real.requires_grad
     )
 
 
-def _listen(pieces: Pieces, running: Twins, lists: Listed) -> list[Heard]:
-    """Let the twins of the pieces record their calls in the returned list. `lists`: those whose items are samples."""
+def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[Heard]:
+    """Let the twins of the pieces record their calls in the returned list. `lists`: those whose items are samples;
+    `cut`: whether there are any."""
     calls: list[Heard] = []
 
     def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
@@ -232,8 +243,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed) -> list[Heard]:
             wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
             held = {address for x in (*tensors, *module.parameters()) for address in addresses(x)}
             before, others, versions = torch.get_rng_state(), _other_numbers(), [version_of(x) for x in tensors]
-            dense = [x for x in module.parameters() if x.layout is torch.strided]
-            contents = [x.detach().clone() for x in dense]  # a write to `.data` leaves the version
+            contents = [x.detach().clone() for x in _dense(module)]  # a write to `.data` leaves the version
             derivatives = Derivatives(tensors)
             with said_to_compile(False), derivatives:  # as when the pipeline runs it
                 result = own(*args, **kwargs)
@@ -244,13 +254,14 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed) -> list[Heard]:
             wrote = versions != [version_of(x) for x in tensors]
             if others != _other_numbers():
                 piece.opaque.remembers.add("random numbers that are not torch's")
-            if not all(map(torch.equal, contents, dense)):
+            pairs = zip(_dense(module), contents, strict=False)
+            written = [now for now, content in pairs if not torch.equal(now, content)]
+            if any(isinstance(x, nn.Parameter) for x in written):
                 piece.opaque.remembers.add("parameters that it writes")
             hollows, form = list(map(_hollow, found)), _form(result)
-            taken = derivatives.taken
-            calls.append(
-                Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, taken, lists=bool(own_sizes))
-            )
+            taken, by_lists = derivatives.taken, bool(own_sizes)
+            seen = Contents.of(tensors, found) if cut and not (drew or written or by_lists) else None
+            calls.append(Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, taken, by_lists, seen))
             return result
 
         return forward
@@ -259,6 +270,11 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed) -> list[Heard]:
         twin = running.twin(piece.opaque.module)
         running.put_forward(twin, listener(piece, twin))
     return calls
+
+
+def _dense(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers that are not sparse."""
+    return [x for x in (*module.parameters(), *module.buffers()) if x.layout is torch.strided]
 
 
 def _shape(x: Tensor, of_samples: bool) -> tuple[int | None, ...]:

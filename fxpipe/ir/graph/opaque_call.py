@@ -48,6 +48,7 @@ class Promise:
     - `wants`: for each of the submodule's own and the given tensors, whether it needed a gradient.
     - `derives`: whether it takes derivatives inside, by autograd.
     - `lists`: whether it is given lists whose items are the samples.
+    - `mixes`: whether runs have shown that what it returns for a sample depends on other samples.
     """
 
     key: Any
@@ -57,6 +58,7 @@ class Promise:
     wants: tuple[bool, ...] = ()
     derives: bool = False
     lists: bool = False
+    mixes: bool = False
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
@@ -159,6 +161,11 @@ class Opaque:
     def derives(self) -> bool:
         """Whether it takes derivatives inside, by autograd, for which it must run with gradients."""
         return any(promise.derives for promise in self.promises)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether what it returns for a sample depends on other samples."""
+        return any(promise.mixes for promise in self.promises)
 
     @property
     def buffers(self) -> tuple[bool, ...]:

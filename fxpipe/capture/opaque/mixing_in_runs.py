@@ -1,0 +1,80 @@
+"""Whether a submodule that is kept whole mixes the samples of a batch: two runs tell, as its code is not traced.
+
+    run 1    samples    1 2 3 4
+    run 2    samples    4 3 2 1 5        each sample has other neighbours and another place, and the whole another mean
+
+Each sample has the same values in both runs. Where a result has others for it, it was computed from other samples, too.
+Nothing is said of a call that draws random numbers or writes buffers (batch norm's statistics are those of each
+micro-batch), that is given other values for a sample already, or that returns samples in an order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a call was given and what it returned: copies of the tensors, in which nothing later writes."""
+
+    given: Sequence[Tensor]
+    returned: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, given: Iterable[Any], returned: Iterable[Any]) -> Contents:
+        """The tensors among these objects, copied."""
+        return cls(*([x.detach().clone() for x in part if isinstance(x, Tensor)] for part in (given, returned)))
+
+
+def in_another_order(rows: int, of: int) -> list[int]:
+    """Samples of the second run, one more than the `rows` of the first, in which each has others before and behind it;
+    one comes twice if there are no more than `rows`.
+
+    >>> in_another_order(4, of=9), in_another_order(2, of=2), in_another_order(1, of=9)
+    ([3, 2, 1, 0, 4], [1, 0, 0], [1, 0, 2])
+    """
+    return [1 % of, 0, 2 % of] if rows == 1 else [*reversed(range(rows)), rows % of]
+
+
+def mixes(one: Contents, two: Contents, samples: Sequence[int]) -> bool:
+    """Whether a result of two calls has other values for the same samples: those of the second are `samples`, of
+    which the first has as many as it has."""
+    given = [_alike(*pair, samples) for pair in zip(one.given, two.given, strict=True)]
+    returned = [_alike(*pair, samples) for pair in zip(one.returned, two.returned, strict=True)]
+    floats = [x.is_floating_point() or x.is_complex() for x in one.returned]
+    in_order = all(same for same, float in zip(returned, floats, strict=True) if not float)
+    return all(given) and in_order and not all(returned)
+
+
+def _alike(one: Tensor, two: Tensor, samples: Sequence[int]) -> bool:
+    """Whether two tensors have the same values for the same samples, up to rounding; True for what has no rows of
+    samples. How a result without them may be used is known from its type."""
+    if any(type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided for x in (one, two)):
+        return True
+    dims = [dim for dim, size in enumerate(one.shape) if size != two.shape[dim]]
+    if len(dims) != 1:
+        return True
+    size, larger, of = one.shape[dims[0]], two.shape[dims[0]], len(samples)
+    each = larger // of
+    if not each or larger % of or size % each:
+        return True
+    places = torch.tensor([samples.index(sample) for sample in range(size // each)])
+    rows = torch.arange(larger)
+    # all rows of a sample, then all of the next; or the first row of each sample, then the second of each
+    orders = rows.reshape(of, each)[places], rows.reshape(each, of)[:, places]
+    return any(_close(one, two.index_select(dims[0], order.flatten().to(two.device))) for order in orders)
+
+
+def _close(one: Tensor, two: Tensor) -> bool:
+    """Whether they are equal; for floats, up to what another order of sums changes, measured by the largest value."""
+    if not one.numel() or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, two)
+    bound = torch.finfo(one.dtype).eps ** 0.5
+    one, two = (x if x.is_complex() else x.double() for x in (one, two))
+    largest = one.abs().nan_to_num(posinf=0).amax().item()
+    return torch.allclose(one, two, rtol=0, atol=bound * largest, equal_nan=True)

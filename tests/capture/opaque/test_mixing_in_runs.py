@@ -1,0 +1,156 @@
+"""Submodules that are kept whole and mix the samples of a batch: two runs show it, and the user is warned."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.capture.opaque.mixing_in_runs import Contents, in_another_order, mixes
+from fxpipe.errors import MixedSamplesWarning
+
+
+def _experts(h: Tensor, room: int) -> Tensor:
+    """Tokens of all samples choose one of two experts, each of which takes the first `room` of them."""
+    tokens = h.reshape(-1, h.shape[-1])
+    chosen = tokens[:, 0] > 0
+    place = torch.where(chosen, chosen.cumsum(0), (~chosen).cumsum(0))
+    return torch.where((place <= room)[:, None], tokens * 2, tokens).reshape(h.shape)
+
+
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h - h.mean(0),
+    "the sample before": lambda h: h + torch.cat([torch.zeros_like(h[:1]), h[:-1]]),
+    "the sample behind": lambda h: h + torch.cat([h[1:], torch.zeros_like(h[:1])]),
+    "the first sample": lambda h: h - h[:1],
+    "the last sample": lambda h: h - h[-1:],
+    "places": lambda h: h.flip(0),
+    "numbers of places": lambda h: h + torch.arange(len(h))[:, None, None],
+    "attention over samples": lambda h: F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1),
+    "room for tokens": lambda h: _experts(h, 2),
+    "the largest": lambda h: h + h.amax(0),
+    "flat tokens": lambda h: (h.reshape(-1, 8) - h.reshape(-1, 8).mean(0)).view_as(h),
+}
+KEEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by element": torch.tanh,
+    "within a sample": lambda h: h - h.mean(1, keepdim=True),
+    "room for all tokens": lambda h: _experts(h, 10**6),
+    "flat tokens": lambda h: torch.softmax(h.reshape(-1, 8), -1).view_as(h),
+    "a loop over samples": lambda h: torch.stack([one.cumsum(0) for one in h]),
+    "drawn": lambda h: F.dropout(h),
+    "infinite": lambda h: h.masked_fill(h > 0, -torch.inf).exp(),
+}
+
+
+class Whole(nn.Module):
+    """A submodule that is kept whole, because of a value that it reads."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor], norm: bool = False) -> None:
+        super().__init__()
+        self.enter, self.body = nn.Linear(8, 8), body
+        self.norm = nn.BatchNorm1d(3) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.enter(x))
+        if h.sum().item() > 1e9:
+            h = 2 * h
+        return self.body(h)
+
+
+def _warned(model: nn.Module, rows: int, chunks: int) -> list[str]:
+    x, y = torch.randn(rows, 3, 8), torch.randn(rows, 3, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = fxpipe.compile(model, devices=1, chunks=chunks)
+        pipe.step(x, target=y, loss_fn=nn.MSELoss())
+    return [str(one.message) for one in caught if one.category is MixedSamplesWarning]
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(4, 2), (5, 4)])
+@pytest.mark.parametrize("name", MIXES)
+def test_mixing_inside_of_what_is_kept_whole_is_said(name: str, rows: int, chunks: int) -> None:
+    torch.manual_seed(0)
+    (text,) = _warned(nn.Sequential(nn.Linear(8, 8), Whole(MIXES[name])), rows, chunks)
+    assert "what 1, kept whole, returns for a sample depends on other samples" in text
+    assert "reduce={'loss': 'mean'}" in text
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_samples_that_do_not_meet_are_not_warned_about(name: str) -> None:
+    torch.manual_seed(0)
+    assert not _warned(nn.Sequential(nn.Linear(8, 8), Whole(KEEPS[name])), 7, 2)
+
+
+def test_statistics_of_batch_norm_are_those_of_each_micro_batch() -> None:
+    assert not _warned(nn.Sequential(nn.Linear(8, 8), Whole(torch.tanh, norm=True)), 8, 2)
+
+
+def test_only_the_submodule_that_mixes_is_named() -> None:
+    torch.manual_seed(0)
+    parts = Whole(torch.tanh), Whole(MIXES["mean"]), Whole(torch.sin)
+    (text,) = _warned(nn.Sequential(*parts), 6, 2)
+    assert "what 1, kept whole" in text
+
+
+def test_a_whole_model_with_the_lengths_of_other_samples() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            numbers = lengths.tolist()
+            return torch.stack([h[:n].mean(0) for h, n in zip(self.enter(x), [5, *numbers[:-1]], strict=True)])
+
+    torch.manual_seed(0)
+    model, x, lengths = Shifted(), torch.randn(6, 5, 8), torch.tensor([1, 2, 3, 4, 5, 2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = fxpipe.compile(model, devices=1, chunks=2)
+        out = pipe(x, lengths)
+    parts = [model(*part) for part in zip(x.chunk(2), lengths.chunk(2), strict=True)]
+    torch.testing.assert_close(out, torch.cat(parts))
+    assert [one.category for one in caught].count(MixedSamplesWarning) == 1
+
+
+def test_one_micro_batch_mixes_as_it_likes() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), Whole(MIXES["mean"])), torch.randn(6, 3, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = fxpipe.compile(model, devices=1, chunks=1)(x)
+    torch.testing.assert_close(out, model(x))
+    assert not [one for one in caught if one.category is MixedSamplesWarning]
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 6), st.integers(0, 2), st.integers(1, 3)),
+    inner=st.booleans(),
+    dim=st.integers(0, 1),
+    seed=st.integers(0, 9),
+)
+def test_rows_of_samples_are_compared_in_either_order(
+    sizes: tuple[int, int, int], inner: bool, dim: int, seed: int
+) -> None:
+    rows, more, each = sizes
+    torch.manual_seed(seed)
+    order = in_another_order(rows, rows + more)
+    of_all = torch.randn(max(order) + 1, each, 4)
+
+    def laid(samples: list[int], add: float = 0.0) -> Tensor:
+        x = of_all[samples]
+        x[samples.index(0)] += add
+        return (x.transpose(0, 1) if inner else x).reshape(-1, 4).movedim(0, dim)
+
+    one, two = list(range(rows)), order
+    same = Contents([laid(one)], [laid(one)]), Contents([laid(two)], [laid(two)])
+    assert not mixes(*same, order)
+    assert mixes(same[0], Contents(same[1].given, [laid(two, 1.0)]), order)
+    assert not mixes(same[0], Contents([laid(two, 1.0)], [laid(two, 1.0)]), order)  # it was given other values
