@@ -145,9 +145,9 @@ def _sample(node: fx.Node, env: Env, rows: int) -> Sample | None:
 
 
 def _size(value: Any, dim: Any) -> Any:
-    """The size of a tensor in a dimension; None if it has none there."""
+    """The size of a tensor in a dimension; None if it has none there, or if data decides it."""
     inside = isinstance(value, Tensor) and type(dim) is int and -value.dim() <= dim < value.dim()
-    return value.shape[dim] if inside else None
+    return known_shape(value)[dim] if inside else None
 
 
 def op_name(node: fx.Node) -> str:

@@ -284,3 +284,18 @@ def test_random_loops(loops: list[list[str]], chunks: int, samples: int) -> None
         return h
 
     check(Model(body), chunks, samples, batch)
+
+
+def test_pieces_of_selected_rows_are_right_in_one_micro_batch_and_else_refused_with_their_line() -> None:
+    def pieces(self: Any, h: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(LONGEST) < lengths[:, None]
+        chosen = h[mask]
+        return torch.cat([one.cumsum(0) for one in chosen.split(lengths.tolist())])
+
+    x, lengths = batch(6)
+    model = Model(pieces)
+    with closing(fxpipe.compile(model, devices=2, chunks=1)) as pipe:
+        torch.testing.assert_close(pipe(x, lengths), model(x, lengths))
+    with closing(fxpipe.compile(model, devices=2, chunks=2)) as pipe:
+        with pytest.raises(CaptureError, match=r"(?s)test_sample_numbers_of_their_own.py:\d+.*chosen\.split"):
+            pipe(x, lengths)
