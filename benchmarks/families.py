@@ -14,9 +14,9 @@ stages, in one micro-batch and in two. The loss and all gradients are compared:
 - hang: no answer within `--timeout` seconds;
 - plain fails: the model itself cannot be built small, or does not train. These are not counted.
 
-Models that draw random numbers in training are compared as in evaluation; those that draw them even then, with the same
-numbers, and in one micro-batch only. A model that cannot be trained in double precision is compared in single. Models
-run in a process of their own, which is started again after a crash, after a hang, and now and then.
+Models that draw random numbers in training are compared as in evaluation; those that draw them even then, with numbers
+that do not change, and in one micro-batch only. A model that cannot be trained in double precision is compared in
+single. Models run in a process of their own, which is started again after a crash, after a hang, and now and then.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import product
+from math import prod
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks.models.small_batches import Batch, batches, floats, labelled, sq
 from benchmarks.models.small_transformers import build, configs, seeded
 
 RIGHT, WRONG, REFUSED, ERROR, HANG, PLAIN = RESULTS = "right", "wrong", "refused", "error", "hang", "plain fails"
+GOLDEN = 5**0.5 / 2 - 0.5  # multiples of it are spread evenly, without their whole parts
 DOUBLE, SINGLE = (1e-7, 1e-9), (1e-4, 1e-6)  # relative and absolute; the latter, times the largest gradient
 
 
@@ -144,7 +146,7 @@ class Plain:
                 own.eval()
             start = deepcopy(own)
             seeded(seed)
-            with Precision() as precision:
+            with Precision() as precision, unchanging(same):
                 loss = loss_of(own, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             runs.append((loss.detach(), gradients_of(own)))
@@ -165,7 +167,8 @@ class Plain:
         try:
             pipe = fxpipe.compile(model, devices=2, chunks=chunks)
             seeded(1)
-            loss = pipe.step(**self.batch, loss_fn=None if labelled(self.batch) else square)
+            with unchanging(self.random):
+                loss = pipe.step(**self.batch, loss_fn=None if labelled(self.batch) else square)
             stages = len(pipe.stages)
         except fxpipe.FxpipeError as error:
             return REFUSED, f"{type(error).__name__}: {first_line(error)}", stages, None
@@ -195,6 +198,24 @@ class Plain:
         if wrong:
             return WRONG, f"{len(wrong)} of {len(self.gradients)} gradients, as of {wrong[0]}", stages, worst
         return RIGHT, "", stages, worst
+
+
+@contextmanager
+def unchanging(wanted: bool) -> Iterator[None]:
+    """If wanted, a context in which `torch.rand` has the same numbers in every call of a shape, as a pipe draws others
+    than the plain model."""
+
+    def rand(*size: Any, device: Any = None, dtype: Any = None) -> Tensor:
+        shape = size if all(isinstance(one, int) for one in size) else tuple(*size)
+        numbers = torch.arange(prod(shape), device=device, dtype=dtype or torch.get_default_dtype())
+        return (numbers * GOLDEN).frac().reshape(shape)
+
+    own = torch.rand
+    torch.rand = rand if wanted else own
+    try:
+        yield
+    finally:
+        torch.rand = own
 
 
 class Precision(TorchDispatchMode):  # type: ignore[no-untyped-call]
