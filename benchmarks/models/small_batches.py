@@ -226,9 +226,9 @@ def _seen(shape: Callable[[Any, Any], Batch]) -> Callable[[Any, Any, Any], Batch
 
 
 def _with_places(model: Any, config: Any, names: Any, given: Batch) -> Batch:
-    """As many places in the text as the model has features for: its error says how many."""
+    """As many places in the text as the model has features for: its config says how many, or its error."""
     place = next((one for name in PLACES if isinstance(one := getattr(config, name, None), int)), None)
-    count = 0 if place is None else 1
+    count = 0 if place is None else getattr(config, "num_query_tokens", 1)
     for _ in range(4):
         batch = _placed(names, given, place, count)
         try:
