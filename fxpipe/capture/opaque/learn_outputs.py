@@ -115,7 +115,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         promise = _promise(one, two) if piece is two.piece else None
         if promise is None:
             return piece
-        if samples is turned and one.contents and two.contents and mixes(one.contents, two.contents, turned):
+        if samples is turned and one.contents and two.contents and mixes(one.contents, two.contents, rows, turned):
             promise = replace(promise, mixes=True)
         others = [old for old in piece.opaque.promises if not alike(_call_of(old), _call_of(promise))]
         if len(others) == len(piece.opaque.promises):

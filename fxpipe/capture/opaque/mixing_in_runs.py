@@ -41,17 +41,17 @@ def in_another_order(rows: int, of: int) -> list[int]:
     return [1 % of, 0, 2 % of] if rows == 1 else [*reversed(range(rows)), rows % of]
 
 
-def mixes(one: Contents, two: Contents, samples: Sequence[int]) -> bool:
-    """Whether a result of two calls has other values for the same samples: those of the second are `samples`, of
-    which the first has as many as it has."""
-    given = [_alike(*pair, samples) for pair in zip(one.given, two.given, strict=True)]
-    returned = [_alike(*pair, samples) for pair in zip(one.returned, two.returned, strict=True)]
+def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bool:
+    """Whether a result of two calls has other values for the same samples: 0 to `rows` in the first, `samples` in the
+    second."""
+    given = [_alike(*pair, rows, samples) for pair in zip(one.given, two.given, strict=True)]
+    returned = [_alike(*pair, rows, samples) for pair in zip(one.returned, two.returned, strict=True)]
     floats = [x.is_floating_point() or x.is_complex() for x in one.returned]
     in_order = all(same for same, float in zip(returned, floats, strict=True) if not float)
     return all(given) and in_order and not all(returned)
 
 
-def _alike(one: Tensor, two: Tensor, samples: Sequence[int]) -> bool:
+def _alike(one: Tensor, two: Tensor, rows: int, samples: Sequence[int]) -> bool:
     """Whether two tensors have the same values for the same samples, up to rounding; True for what has no rows of
     samples. How a result without them may be used is known from its type."""
     if any(type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided for x in (one, two)):
@@ -60,13 +60,12 @@ def _alike(one: Tensor, two: Tensor, samples: Sequence[int]) -> bool:
     if len(dims) != 1:
         return True
     size, larger, of = one.shape[dims[0]], two.shape[dims[0]], len(samples)
-    each = larger // of
-    if not each or larger % of or size % each:
+    each = size // rows
+    if not each or (size, larger) != (each * rows, each * of):
         return True
-    places = torch.tensor([samples.index(sample) for sample in range(size // each)])
-    rows = torch.arange(larger)
+    places, numbers = torch.tensor([samples.index(sample) for sample in range(rows)]), torch.arange(larger)
     # all rows of a sample, then all of the next; or the first row of each sample, then the second of each
-    orders = rows.reshape(of, each)[places], rows.reshape(each, of)[:, places]
+    orders = numbers.reshape(of, each)[places], numbers.reshape(each, of)[:, places]
     return any(_close(one, two.index_select(dims[0], order.flatten().to(two.device))) for order in orders)
 
 
