@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -13,6 +13,7 @@ from math import prod
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -200,22 +201,16 @@ class Plain:
         return RIGHT, "", stages, worst
 
 
-@contextmanager
-def unchanging(wanted: bool) -> Iterator[None]:
+def unchanging(wanted: bool) -> AbstractContextManager[Any]:
     """If wanted, a context in which `torch.rand` has the same numbers in every call of a shape, as a pipe draws others
     than the plain model."""
+    return patch.object(torch, "rand", _spread_evenly) if wanted else nullcontext()
 
-    def rand(*size: Any, device: Any = None, dtype: Any = None) -> Tensor:
-        shape = size if all(isinstance(one, int) for one in size) else tuple(*size)
-        numbers = torch.arange(prod(shape), device=device, dtype=dtype or torch.get_default_dtype())
-        return (numbers * GOLDEN).frac().reshape(shape)
 
-    own = torch.rand
-    torch.rand = rand if wanted else own
-    try:
-        yield
-    finally:
-        torch.rand = own
+def _spread_evenly(*size: Any, device: Any = None, dtype: Any = None) -> Tensor:
+    shape = size if all(isinstance(one, int) for one in size) else tuple(*size)
+    numbers = torch.arange(prod(shape), device=device, dtype=dtype or torch.get_default_dtype())
+    return (numbers * GOLDEN).frac().reshape(shape)
 
 
 class Precision(TorchDispatchMode):  # type: ignore[no-untyped-call]

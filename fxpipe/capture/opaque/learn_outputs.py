@@ -252,7 +252,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
             drew = not torch.equal(before, torch.get_rng_state())
             wrote = versions != [version_of(x) for x in tensors]
-            if others != _other_numbers():
+            if drew_others := others != _other_numbers():
                 piece.opaque.remembers.add("random numbers that are not torch's")
             pairs = zip(_dense(module), contents, strict=False)
             written = [now for now, content in pairs if not torch.equal(now, content)]
@@ -260,7 +260,8 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
                 piece.opaque.remembers.add("parameters that it writes")
             hollows, form = list(map(_hollow, found)), _form(result)
             taken, by_lists = derivatives.taken, bool(own_sizes)
-            seen = Contents.of(tensors, found) if cut and not (drew or written or by_lists) else None
+            shows = cut and not (drew or drew_others or written or by_lists)
+            seen = Contents.of(tensors, found) if shows else None
             calls.append(Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, taken, by_lists, seen))
             return result
 
