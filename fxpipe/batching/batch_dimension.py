@@ -42,7 +42,7 @@ from fxpipe.ir.graph.ops import (
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, sized_by_data, tensors
 from fxpipe.ir.once import once
 
-from .batch_facts import Flow, Mixes, batch_dims, many, multiple, number
+from .batch_facts import Flow, Mixes, batch_dims, many, multiple, number, returns_what_it_writes
 from .data_sizes import first_equal
 from .op_errors import refuse
 from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at
@@ -73,7 +73,7 @@ def follow(graph: Graph) -> Flow:
         for name in written - {op.name}:
             flow.places.pop(name, None)
             flow.masks.pop(name, None)
-        if written and not written - states:
+        if written and not written - states and returns_what_it_writes(op):
             for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled, flow.sorted):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
         elif written and op.name in flow.depends:  # values with the same memory now have the same facts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph.graph import Op
+from fxpipe.ir.graph.graph import Op, called
 from fxpipe.ir.graph.value_types import BATCH, Dim, ValueType, dim_names, dim_size, tensors
 
 from .op_errors import refuse
@@ -112,6 +112,12 @@ def multiple(size: Dim) -> int | None:
 def many(type: ValueType) -> int | None:
     """The factor between the dimension with the batch and the batch."""
     return next((multiple(kind.shape[dims[0]]) for kind in tensors(type) if (dims := batch_dims(kind))), None)
+
+
+def returns_what_it_writes(op: Op) -> bool:
+    """Whether the op is a method as `x.add_(y)` or an operator as `x += y`. Batch norm, a user's op, and a submodule
+    kept whole may write one value and return another."""
+    return called(op).endswith("_") or getattr(op.target, "__module__", None) == "_operator"
 
 
 def number(size: Dim, rows: int = 1) -> int:

@@ -56,7 +56,7 @@ from fxpipe.ir.graph.value_types import (
 from fxpipe.ir.once import once
 
 from .batch_dimension import follow
-from .batch_facts import batch_dims, multiple
+from .batch_facts import batch_dims, multiple, returns_what_it_writes
 from .selected_rows import selected
 
 SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they add to the power
@@ -106,7 +106,7 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif kind.what == "pooled" and op_name(op) not in INDEXING and flow.counted.keys() & set(op.reads):
             kind = Kind("unknown", blame=op, why=COUNTS)
-        elif op.writes and states.issuperset(op.writes) and _returns_what_it_writes(op):
+        elif op.writes and states.issuperset(op.writes) and returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind = meant.get(op.name, kind)
         # The written value has the op's name from here on. Other values in that memory have the same kind, or unknown.
@@ -114,12 +114,6 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
                 known[name] = Kind("unknown", blame=op)
     return known
-
-
-def _returns_what_it_writes(op: Op) -> bool:
-    """Whether the op is a method as `x.add_(y)` or an operator as `x += y`. A user's op, or a submodule kept whole, may
-    write one value and return another."""
-    return called(op).endswith("_") or getattr(op.target, "__module__", None) == "_operator"
 
 
 def one_each(type: ValueType) -> bool:

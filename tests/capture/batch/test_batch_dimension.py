@@ -258,19 +258,30 @@ REFUSED = {
 }
 
 
+def behind_norm(body):
+    """The same of what batch norm returns, which also writes its statistics."""
+    return lambda self, x: body(self, self.norm(x.flatten(0, 1)).unflatten(0, (x.shape[0], 5)))
+
+
+BEHIND = {"": lambda body: body, "behind batch norm": behind_norm}
+
+
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("name", MIXES)
-def test_mixes(name):
+def test_mixes(name, behind):
     body, message = MIXES[name]
-    (mixed,) = capture(Body(body), (torch.randn(6, 5, 4, requires_grad=True),)).mixed
+    (mixed,) = capture(Body(BEHIND[behind](body)), (torch.randn(6, 5, 4, requires_grad=True),)).mixed
     assert mixed.origin.file.endswith("test_batch_dimension.py")
     assert re.search(message, mixed.what)
     assert not mixed.meant
 
 
+@pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name):
+def test_refuses(name, behind):
     body, message = REFUSED[name]
+    body = BEHIND[behind](body)
     with pytest.raises(CaptureError, match=r"(?s)test_batch_dimension.py:\d+\n    .*" + f"({message})"):
         outputs(body, torch.randn(6, 5, 4, requires_grad=True))
 

@@ -56,9 +56,11 @@ KEEPS: dict[str, Callable[[Tensor], Tensor]] = {
 class Whole(nn.Module):
     """A submodule that is kept whole, because of a value that it reads."""
 
-    def __init__(self, body: Callable[[Tensor], Tensor], norm: bool = False) -> None:
+    def __init__(self, body: Callable[[Tensor], Tensor], norm: bool = False, buffer: bool = False) -> None:
         super().__init__()
         self.enter, self.body = nn.Linear(8, 8), body
+        if buffer:
+            self.register_buffer("table", torch.ones(8))
         self.norm = nn.BatchNorm1d(3) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,6 +86,12 @@ def test_mixing_inside_of_what_is_kept_whole_is_said(name: str, rows: int, chunk
     (text,) = _warned(nn.Sequential(nn.Linear(8, 8), Whole(MIXES[name])), rows, chunks)
     assert "what 1, kept whole, returns for a sample depends on other samples" in text
     assert "reduce={'loss': 'mean'}" in text
+
+
+def test_a_buffer_in_it_changes_nothing() -> None:
+    torch.manual_seed(0)
+    (text,) = _warned(nn.Sequential(nn.Linear(8, 8), Whole(MIXES["mean"], buffer=True)), 4, 2)
+    assert "what 1, kept whole, returns for a sample depends on other samples" in text
 
 
 @pytest.mark.parametrize("name", KEEPS)
