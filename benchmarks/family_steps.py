@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from benchmarks.models.small_batches import Batch, batches, floats, labelled, square
+from benchmarks.models.small_batches import Batch, batches, counted, floats, labelled, square
 from benchmarks.models.small_transformers import build, configs, seeded
 
 RIGHT, WRONG, REFUSED, ERROR, HANG, PLAIN = RESULTS = "right", "wrong", "refused", "error", "hang", "plain fails"
@@ -166,7 +166,7 @@ class Plain:
         pipe = stages = None
         model = deepcopy(self.model)
         try:
-            pipe = fxpipe.compile(model, devices=2, chunks=chunks)
+            pipe = fxpipe.compile(model, devices=2, chunks=chunks, batch_dim=counted(self.batch))
             seeded(1)
             with unchanging(self.random):
                 loss = pipe.step(**self.batch, loss_fn=None if labelled(self.batch) else square)

@@ -51,6 +51,7 @@ from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.sample_lists import rows
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.local_cluster import detect
@@ -126,6 +127,7 @@ __all__ = [
     "materialize",
     "plan",
     "profile",
+    "rows",
     "save_checkpoint",
     "search",
 ]

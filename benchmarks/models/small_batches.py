@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from benchmarks.models.small_transformers import CLASSES, HIDDEN, LARGE_IMAGE, PLACES, TEXT_WORDS
 
 BATCH, LENGTH, SOUND, FRAMES, SERIES, LABELS = 4, 16, 4000, 64, 16, 5
@@ -33,6 +34,12 @@ def batches(task: str, model: nn.Module, config: Any) -> Iterator[Batch]:
 def labelled(batch: Batch) -> bool:
     """Whether a model returns its loss for the batch."""
     return any(name in batch for name in ("labels", "mask_labels", "future_values"))
+
+
+def counted(batch: Batch) -> dict[str, Any]:
+    """The option `batch_dim` for a batch: its patches are rows of the images, which their grids count."""
+    grid = next((name for name in batch if name.startswith("image_grid")), None)
+    return {"pixel_values": fxpipe.rows(grid)} if grid is not None else {}
 
 
 def floats(batch: Any, dtype: torch.dtype) -> Any:

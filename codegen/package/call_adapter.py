@@ -14,7 +14,7 @@ so that a loaded package is called like the model, and raises an error for a cal
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fxpipe.codegen.text.line_layout import Brackets, flat, prefix
@@ -23,7 +23,7 @@ from fxpipe.codegen.text.source_names import identifier, member, spells, string
 from fxpipe.codegen.text.statements import BLANK, Assign, Block, Call, Statement, tuple_of
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph.graph import Graph, Ref, Struct, refs
-from fxpipe.ir.sample_lists import SampleList, packed
+from fxpipe.ir.sample_lists import CountedRows, SampleList, counted, packed
 
 
 class _Part(NamedTuple):
@@ -39,7 +39,9 @@ def call_functions(graph: Graph) -> tuple[tuple[Statement, ...], frozenset[str],
     names = _arguments(graph)
     result, modules = _result(graph)
     call = ", ".join([*(name for name, _ in names[0]), *(f"{name}={name}" for name, _ in names[1])])
-    checks = (statement for part in _parts(names) for statement in _check(part))
+    reached = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
+    accesses = {item.path: reached[item.name] for item in graph.inputs if item.name in reached}
+    checks = (statement for part in _parts(names) for statement in _check(part, accesses))
     needed = modules | {module for group in names for _, found in group for module in _modules(found)}
     return (_inputs(graph, names, checks), BLANK, BLANK, result), frozenset(needed), f"({call})"
 
@@ -111,8 +113,11 @@ def _parts(names: _Arguments) -> Iterator[_Part]:
 def _walk(access: str, template: Any) -> Iterator[_Part]:
     """The parts of an argument, outer before inner."""
     yield _Part(access, template)
-    if _is_sample_list(template):
+    if _is(SampleList, template):
         yield from _walk(_packed(access), template.fields[0][1])
+    elif _is(CountedRows, template):
+        for name, item in template.fields[:2]:
+            yield from _walk(f"{_packed(access)}.{name}", item)
     elif isinstance(template, Struct):
         for name, item in template.fields:
             yield from _walk(member(access, name), item)
@@ -124,20 +129,25 @@ def _walk(access: str, template: Any) -> Iterator[_Part]:
             yield from _walk(f"{access}[{flat(literal(key))}]", item)
 
 
-def _is_sample_list(template: Any) -> bool:
-    return isinstance(template, Struct) and template.cls is SampleList
+def _is(kind: type, template: Any) -> bool:
+    return isinstance(template, Struct) and template.cls is kind
 
 
 def _packed(access: str) -> str:
-    """The variable with the tensors of a list whose items are the samples."""
+    """The variable with the tensors of a list whose items are the samples, or of counted rows."""
     return f"{identifier(access)}_each"
 
 
-def _check(part: _Part) -> tuple[Statement, ...]:
-    """Statements that raise an error if the value differs from the one at capture."""
+def _check(part: _Part, accesses: Mapping[str, str]) -> tuple[Statement, ...]:
+    """Statements that raise an error if the value differs from the one at capture. `accesses`: the expressions that
+    reach the inputs, by path."""
     access, found = part
-    if _is_sample_list(found):
-        return (Assign((_packed(access),), Call(f"{packed.__module__}.{packed.__name__}", (string(access), access))),)
+    if _is(SampleList, found):
+        return (Assign((_packed(access),), Call(_full_name(packed), (string(access), access))),)
+    if _is(CountedRows, found):
+        by = dict(found.fields)["by"]
+        given = (string(access), access, string(by), accesses[by])
+        return (Assign((_packed(access),), Call(_full_name(counted), given)),)
     if isinstance(found, (Ref, Struct)):
         return ()
     if isinstance(found, (tuple, list)):
@@ -151,6 +161,10 @@ def _check(part: _Part) -> tuple[Statement, ...]:
         return ()  # nothing to compare with
     sign = "is not" if found is None or isinstance(found, bool) else "!="
     return _refuse(f"{access} {sign} {text}", f"{access}={text}")
+
+
+def _full_name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__name__}"
 
 
 def _refuse(condition: str, made_for: str) -> tuple[Statement, ...]:
@@ -167,7 +181,7 @@ def _text(value: Any) -> str | None:
 
 def _modules(value: Any) -> set[str]:
     parts = list(_walk("", value))
-    lists = {packed.__module__ for part in parts if _is_sample_list(part.found)}
+    lists = {packed.__module__ for part in parts if _is(SampleList, part.found) or _is(CountedRows, part.found)}
     try:
         literals = [part.found for part in parts if not isinstance(part.found, (Ref, Struct))]
         return lists | {module for item in literals for module in modules_of(item)} - {""}

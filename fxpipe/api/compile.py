@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.sample_lists import BatchDim
 from fxpipe.passes import Pass
 from fxpipe.pipe.build.apply_strategy import (
     RequestedCall,
@@ -78,7 +79,7 @@ def compile(
     plan: Plan | Planned | Replanned | str | Path | None = None,
     strategy: RequestedCall | None = None,
     profile: str | Profile = PROFILE,
-    batch_dim: int | Mapping[str, int | Literal["items"] | None] = 0,
+    batch_dim: BatchDim = 0,
     dynamic: bool = True,
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool | None = None,
@@ -152,12 +153,11 @@ def compile(
       a batch that is no multiple of it raises InputError. Or a function of the captured graph and its sizes for one
       micro-batch, such as {"b": 8}, that returns a `fxpipe.ir.operators.placed_graph.Placed`, which has a device for
       each op.
-    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
-      `Profile` made before.
+    - `profile`: "estimate" (from FLOPs and bytes), "measure" (times each op), or a `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict from names of arguments (or "target", that of
       a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; others are cut
       along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is one of them. "items"
-      for a list whose items are the samples; a list of as many dicts as there are samples is taken for one anyway.
+      for a list whose items are the samples, as one of dicts is anyway; `fxpipe.rows(x)` for rows that x counts.
     - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
       length needs no capture; where the model, or backward="code", needs a number, it is one. False, and with a
       strategy, a plan of fxpipe.plan, or backward="code" over ranks: a number until there were two, as in others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.sample_lists import BatchDim
 from fxpipe.pipe.build.call_binding import batch_size, measured, micro_batch_sizes
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.drop_in_module import check_model
@@ -82,7 +83,7 @@ def profile(
     *inputs: Any,
     device: str | torch.device | Device | Cluster | None = None,
     batch: int | None = None,
-    batch_dim: int | Mapping[str, int | Literal["items"] | None] = 0,
+    batch_dim: BatchDim = 0,
     reduce: str | Mapping[str, str] | None = None,
     dtype: str | None = None,
     **kwargs: Any,

@@ -14,11 +14,12 @@ from .op_errors import refuse
 
 
 class Mixes(CaptureError):
-    """An op mixes the samples of a batch; `what` says how, in words."""
+    """An op mixes the samples of a batch; `what` says how, in words. `in_order`: it puts rows of samples in their order
+    where a mask is true, and only a run tells whether each sample has as many places as rows."""
 
-    def __init__(self, op: Op, what: str) -> None:
+    def __init__(self, op: Op, what: str, in_order: bool = False) -> None:
         super().__init__(str(refuse(op, what)))
-        self.op, self.what = op, what
+        self.op, self.what, self.in_order = op, what, in_order
 
 
 @dataclass(frozen=True)

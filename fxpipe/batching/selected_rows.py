@@ -17,8 +17,10 @@ from math import prod
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name, refs
 from fxpipe.ir.graph.op_arguments import arguments
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.ops import CASTS, JOINS
 from fxpipe.ir.graph.value_types import TensorType, ValueType, data_sizes, dim_size, tensors
+from fxpipe.runtime.microbatch import checked_places
 
 from .batch_facts import Flow, Mixes, batch_dims, many, number
 from .data_sizes import mask_of
@@ -59,6 +61,8 @@ def outer_of_selection(op: Op, flow: Flow) -> int | None:
 
 def check_selection(op: Op, flow: Flow) -> None:
     """Raise Mixes if an op pairs rows of samples that are not the same ones in a micro-batch as in the batch."""
+    if op.target is checked_places or (isinstance(op.target, Opaque) and op.target.mixes is False):
+        return
     batched = [name for name in dict.fromkeys(op.reads) if batch_dims(flow.types[name]) and name in flow.depends]
     if _finds_own(op, flow):
         batched.remove(op.args[0].name)
@@ -69,7 +73,12 @@ def check_selection(op: Op, flow: Flow) -> None:
             batched.remove(value)
             named = _named_by(_of_rows(mask, flow), flow)
             if named not in selected(flow.types[value]) or flow.outer.get(value, 1) > 1:
-                raise Mixes(op, f"puts rows of {flow.types[value]} where a mask is true that has not selected them")
+                what = f"puts rows of {flow.types[value]} where a mask is true that has not selected them"
+                in_order = _in_order(mask, value, flow)
+                if not in_order or not _is_checked(mask, value, flow):
+                    raise Mixes(op, what, in_order)
+        elif op_name(op) == "masked_scatter" and batch_dims(flow.types[mask]):
+            raise Mixes(op, "gives the next value to each place where a mask is true, whichever sample it is of")
     elif mask is not None and (new := selected(op.type) - selected(flow.types[mask])):
         flow.masks[flow.equal.get(mask, mask)] = next(iter(new))
         batched = [name for name in batched if selected(flow.types[name]) != new]  # beside the mask in an index
@@ -81,6 +90,17 @@ def check_selection(op: Op, flow: Flow) -> None:
     orders = {flow.outer.get(name, 1) for name in batched if many(flow.types[name]) == many(op.type)}
     if len(orders) > 1 and op_name(op) not in JOINS:
         raise Mixes(op, "pairs rows of samples that are in different orders")
+
+
+def _in_order(mask: str, value: str, flow: Flow) -> bool:
+    """Whether the places where a mask is true, and the rows that are put there, are one sample's after another's."""
+    return all(batch_dims(flow.types[name]) == (0,) and flow.outer.get(name, 1) == 1 for name in (mask, value))
+
+
+def _is_checked(mask: str, value: str, flow: Flow) -> bool:
+    """Whether a run checks that there are as many places as rows."""
+    made = flow.made.get(mask)
+    return made is not None and made.target is checked_places and made.args[1] == Ref(value)
 
 
 def _finds_own(op: Op, flow: Flow) -> bool:

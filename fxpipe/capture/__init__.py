@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fxpipe.batching.sample_dims import sample_dims
+from fxpipe.ir.sample_lists import BatchDim
 
-from .call_arguments import NO_TARGET, BatchDim
+from .call_arguments import NO_TARGET
 from .capture_errors import NoOps, NumbersWanted
 
 if TYPE_CHECKING:

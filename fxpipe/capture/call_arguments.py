@@ -3,7 +3,7 @@
 Every tensor with a dimension is cut along its first one, unless `batch_dim` says otherwise: another dimension for all,
 or a mapping from the name of an argument (`"mask"`, `"batch['ids']"`) to its dimension, or to None if every micro-batch
 gets it whole. The name of a nest stands for all tensors in it. `"items"`: it is a list, and its items are the samples
-(`untraced_lists.py`).
+(`untraced_lists.py`). `rows("counts")`: another input says how many of its rows are a sample's (`sample_lists.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.capture.twins.script_twin import forward_signature
-from fxpipe.capture.twins.untraced_lists import ITEMS, untraced_lists, within
+from fxpipe.capture.twins.untraced_lists import rows_by_counts, untraced_lists, within
 from fxpipe.errors import InputError, did_you_mean
+from fxpipe.ir.sample_lists import BatchDim, RowCounts
 from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
 
 from .nested_values import change
 
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
-BatchDim = int | Mapping[str, int | Literal["items"] | None]
 NO_OBJECTS = ArgumentObjects()
 log = logging.getLogger("fxpipe")
 
@@ -127,10 +127,12 @@ class Arguments:
         uncut: bool = False,
     ) -> None:
         self.model, self.signature = model, forward_signature(model)
-        # Of a call that is not cut, all items of a list are those of its one micro-batch.
+        # Of a call that is not cut, all items of a list, and all rows, are those of its one micro-batch.
         if uncut and not isinstance(batch_dim, int):
-            batch_dim = {name: None if dim == ITEMS else dim for name, dim in batch_dim.items()}
+            batch_dim = {name: dim if isinstance(dim, int) else None for name, dim in batch_dim.items()}
         self.batch_dim: BatchDim = batch_dim
+        # Whether inputs count the rows of others: then tensors are padded by what these counts are in a call.
+        self.counts = not isinstance(batch_dim, int) and any(isinstance(dim, RowCounts) for dim in batch_dim.values())
         self.sizes = sizes
         self.uncut = uncut
         self.told: set[str] = set()  # the lists whose items are taken for the samples
@@ -146,7 +148,7 @@ class Arguments:
         """The call with every tensor hollow, on `device`, and `rows` samples in the batch; if None, as many as in the
         largest micro-batch, but at least 2."""
         key = form(request)
-        if key is None:
+        if key is None or self.counts:
             return self._call(request, assumed, device, rows)
         key = (key, assumed, device, rows)
         known = self.known.get(key)
@@ -172,18 +174,23 @@ class Arguments:
         args, kwargs, targets = request.args, request.kwargs, request.targets or ()
         names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
-        padded: set[int] = set()  # to the largest of these samples
+        padded: dict[int, int] = {}  # to the largest of these samples, in so many dimensions
         named = list(zip((*names, *(self.target for _ in targets)), (*args, *kwargs.values(), *targets), strict=True))
         lists = {} if self.uncut or not assumed.any_rows else untraced_lists(named, self.batch_dim)
+        counted = rows_by_counts(named, self.batch_dim) if assumed.any_rows else {}
 
         def note(path: str, tensor: Tensor) -> Tensor:
-            reals.append((path, tensor, cut_along(self.batch_dim, path, tensor) if assumed.any_rows else None))
+            if path in counted:
+                change(counted[path], note_item, path)
+                padded[id(counted[path].values)] = 2
+            else:
+                reals.append((path, tensor, cut_along(self.batch_dim, path, tensor) if assumed.any_rows else None))
             return tensor
 
         def note_item(path: str, tensor: Tensor) -> Tensor:
             reals.append((path, tensor, 0))
             if path.endswith(".values"):
-                padded.add(id(tensor))
+                padded[id(tensor)] = tensor.dim()
             return tensor
 
         for name, value in named:
@@ -204,22 +211,19 @@ class Arguments:
         by_real: dict[int, Tensor] = {}
         for position, (path, real, dim) in enumerate(reals):
             if id(real) not in by_real:
-                lengths = id(real) in padded or (assumed.any_lengths and holds_whole_numbers(real))
-                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device, lengths)
+                lengths = real.dim() if assumed.any_lengths and holds_whole_numbers(real) else 0
+                twin = self.twin(position, real, dim, rows, device, padded.get(id(real), lengths))
+                by_real[id(real)] = twin
                 leaves[id(twin)] = Leaf(path, real, twin, dim)
 
-        def swap(path: str, tensor: Tensor) -> Tensor:
-            return by_real[id(tensor)]
+        def swap(path: str, tensor: Tensor) -> Any:
+            return change(counted[path], swap) if path in counted else by_real[id(tensor)]
 
         objects = ArgumentObjects()
         objects.memo |= {id(items): (items, change(untraced, swap)) for items, untraced in lists.values()}
-
-        def hollowed(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(change(value, swap, memo=objects.memo) for value in values)
-
-        new = hollowed(args)
-        new_kwargs = {key: change(value, swap, memo=objects.memo) for key, value in kwargs.items()}
-        aims = hollowed(targets)
+        hollowed = [change(value, swap, path, memo=objects.memo) for path, value in named]
+        new, aims = tuple(hollowed[: len(args)]), tuple(hollowed[len(args) + len(kwargs) :])
+        new_kwargs = dict(zip(kwargs, hollowed[len(args) :], strict=False))
         given = (new, new_kwargs) if request.targets is None else (new, new_kwargs, aims)
         target = dict(zip((self.target,), aims, strict=False))
         objects.begin()
@@ -232,15 +236,15 @@ class Arguments:
         dim: int | None,
         rows: int | None,
         device: torch.device | None,
-        lengths: bool,
+        lengths: int,
     ) -> Tensor:
-        """The stand-in of an argument, whose batch dimension is a symbol, and with `lengths` all others."""
+        """The stand-in of an argument, whose batch dimension and first `lengths` dimensions are symbols."""
         form = real.shape, real.stride(), real.dtype, real.device, real.requires_grad, type(real)
         key = position, form, dim, rows, lengths
         made = self.twins.get(key)
         if made is None:
             made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
-            for each in range(real.dim()) if lengths else () if dim is None else (dim,):
+            for each in {*range(lengths), *(() if dim is None else (dim,))}:
                 let_vary(made, each)
             if len(self.twins) > 1000:
                 self.twins.clear()  # a program whose shapes never repeat
@@ -338,12 +342,16 @@ def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
     """The dimension along which an argument is cut, at least 0; None if it is not. Raises InputError if the argument
     does not have the dimension."""
     default = batch_dim if isinstance(batch_dim, int) else 0
-    dim: int | str | None = default if tensor.dim() else None
+    dim: int | str | RowCounts | None = default if tensor.dim() else None
     if not isinstance(batch_dim, int) and (names := [name for name in batch_dim if within(path, name)]):
         request = max(names, key=len)
         dim = batch_dim[request] if request == path or tensor.dim() else None
     if dim is None:
         return None
+    if isinstance(dim, RowCounts):
+        raise InputError(
+            f"batch_dim says that {dim.name} counts the rows of {path}: name the tensor itself, by its path"
+        )
     if not isinstance(dim, int):
         raise InputError(f"batch_dim says that the items of {path} are the samples, and it is a tensor here")
     if not -tensor.dim() <= dim < tensor.dim():

@@ -53,13 +53,14 @@ from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed, called
+from fxpipe.ir.sample_lists import BatchDim
 
-from .call_arguments import Arguments, Assumed, BatchDim, Call, Leaf, RequestedCall, with_numbers
+from .call_arguments import Arguments, Assumed, Call, Leaf, RequestedCall, with_numbers
 from .call_kinds import Kind, Now, Run, Sizes, Work
-from .capture_errors import NoOps, Refused, failed, no_ops, no_two_alike, refusals, without_frames
+from .capture_errors import NoOps, Refused, ValuesOfOtherSamples, failed, no_ops, no_two_alike, refusals, without_frames
 from .finish_graph import Finished, Seen, finish, stand_ins
 from .model_exceptions import diagnosed
-from .model_with_loss import call_model
+from .model_with_loss import function_for
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
 
@@ -70,9 +71,7 @@ class CallCapture:
 
     - `sizes(batch)`: the sizes of the micro-batches that a batch is cut into.
     - `work(what)`: a context for the time that a capture takes.
-    - `function`: the captured function: a plain function of the model, args, kwargs, and the other fields of a
-      `RequestedCall`. It may only use its arguments and the globals of its module.
-    - `loss`: whether the function returns a pair of a loss and the model's result.
+    - `loss`: whether what is captured is the model with its loss, and returns a pair of the loss and its result.
     - `transforms`: the user's functions that change what was traced.
     - `dynamic`: whether lengths are symbols, where that can be captured.
     - `uncut`: whether no call is cut; what cannot be captured for any number of samples is captured for each.
@@ -85,7 +84,6 @@ class CallCapture:
         *,
         reduce: Reduce = None,
         sizes: Sizes = lambda batch: (batch,),
-        function: Callable[..., Any] = call_model,
         loss: bool = False,
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
@@ -101,6 +99,7 @@ class CallCapture:
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.layers = Layers()
+        function = function_for(loss, batch_dim)
         self._another_way = partial(another_way, self.pieces, function)
         self.ways = Ways()
         # Weak, because torch keeps every backend alive, and with it would keep the model.
@@ -231,6 +230,12 @@ class CallCapture:
                 raise no_ops(self.model)
         except NoOps:
             raise
+        except ValuesOfOtherSamples:
+            if "values" in self.ways.barred:
+                raise
+            self.anew()
+            with self.ways.without_values():
+                return self._completed(request, run)
         except CaptureError:
             draft = now.kind.drafted if with_numbers(self.assumed, now.call) is None else None
             if draft is not None and any(called(op) == "item" for op in draft.graph.ops) and self.ways.may("values"):
@@ -258,7 +263,7 @@ class CallCapture:
                 again = lambda rows: self._dry_pass(*self._pass(request, None, rows))  # noqa: E731
                 kind.drafted, drafted, kind.rows = at_two_sizes(first, sizes, again, self.arguments.uncut)
             seen = Seen(result, kind.rebound, kind.set_to, self.twins.slots)
-            finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
+            finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss, self.arguments.uncut)
             limits, changes = conditions(kind.traced, kind.drafted, kind.rows), bool(kind.given or kind.written.paths)
             kind.finished = replace(finished, graph=replace(finished.graph, conditions=limits, changes=changes))
             kind.check(now.call, self.sizes, self._told)

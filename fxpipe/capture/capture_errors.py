@@ -29,6 +29,7 @@ HOOKED = "a module in the model has a backward hook, which would not run"
 DERIVES = "it takes derivatives inside of forward"
 WRITTEN_OUT = "write them out, as operations"
 LOOKS_INTO_LIST = "it looks into a list whose items are the samples"
+LOOKS_INTO_RESULT = "it looks into a list that a submodule kept whole returns, with other items for each batch"
 A_PIPE = "it runs a pipeline of fxpipe"  # a part of the message about a call of a pipe
 # A pattern of Dynamo's message, the reason, what to write instead.
 ADVICE = (
@@ -41,6 +42,11 @@ ADVICE = (
         LOOKS_INTO_LIST,
         LOOKS_INTO_LIST,
         "let a submodule of its own or the loss function do that, or pass one tensor, padded, in place of the list",
+    ),
+    (
+        LOOKS_INTO_RESULT,
+        LOOKS_INTO_RESULT,
+        "let that submodule return one tensor, or do this in it",
     ),
     (
         r"[Dd]ata-dependent (branch|jump)|Data-dependent branching",
@@ -175,12 +181,14 @@ def no_ops(model: nn.Module) -> NoOps:
     return NoOps(f"{type(model).__name__} has no ops: there is nothing to run on devices; call it itself")
 
 
-def values_of_other_samples(path: str) -> CaptureError:
-    """The error for values of the whole batch in a graph for the samples of a micro-batch."""
-    return CaptureError(
-        f"forward reads values of its inputs, and does another number of things for each batch size of {path}; read "
-        "the values before the call, and pass them to the model, or write chunks=1"
-    )
+class ValuesOfOtherSamples(CaptureError):
+    """Values of the whole batch are in a graph that holds for micro-batches of some sizes only."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"forward reads values of its inputs, and does another number of things for each batch size of {path}; "
+            "read the values before the call, and pass them to the model, or write chunks=1"
+        )
 
 
 class OutsideOfModules(CaptureError):

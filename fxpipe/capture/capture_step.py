@@ -13,12 +13,13 @@ from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.sample_lists import BatchDim
 
-from .call_arguments import NO_TARGET, BatchDim, RequestedCall
+from .call_arguments import NO_TARGET, RequestedCall
 from .call_kinds import Run, Sizes, Work
 from .capture_call import CallCapture
 from .capture_errors import NumbersWanted, OutsideOfModules
-from .model_with_loss import LOSS_FN, KeptLoss, code_of, model_and_loss, modules_in, objects_in
+from .model_with_loss import LOSS_FN, KeptLoss, code_of, modules_in, objects_in
 from .nested_values import change
 
 R = TypeVar("R")
@@ -62,7 +63,6 @@ class StepCapture:
             batch_dim,
             reduce=reduce,
             sizes=sizes,
-            function=model_and_loss,
             loss=True,
             work=work,
             transforms=transforms,

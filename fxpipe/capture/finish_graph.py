@@ -15,6 +15,7 @@ from fxpipe.batching.batch_totals import spread
 from fxpipe.batching.join_outputs import check_shapes, with_outputs
 from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.batching.op_errors import at
+from fxpipe.capture.batch_size.places_of_rows import with_checked_places
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.storageless_tensors import dense, like_traced
 from fxpipe.capture.tracing.symbolic_sizes import type_of
@@ -30,7 +31,7 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from .call_arguments import Call
 from .model_with_loss import name_loss
 from .nested_values import template
-from .twins.untraced_lists import for_ops
+from .twins.untraced_lists import UnknownList, UnknownTuple, for_ops
 
 NO_GRAD = (Region("grad", (False,)),)
 
@@ -118,10 +119,16 @@ def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple
 
 
 def finish(
-    draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce, loss: bool = False
+    draft: Draft,
+    hollows: tuple[Any, ...],
+    call: Call,
+    seen: Seen,
+    reduce: Reduce,
+    loss: bool = False,
+    uncut: bool = False,
 ) -> Finished:
     """The complete graph, from the hollow outputs of the dry pass and what it showed. `loss`: the first returned value
-    is the loss. Raises CaptureError if an output cannot be combined from micro-batches."""
+    is the loss. `uncut`: no call is cut. Raises CaptureError if an output cannot be combined from micro-batches."""
     of_hollow = {id(made): name for made, name in zip(hollows, draft.outputs, strict=True)}
     of_hollow |= {
         id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
@@ -130,6 +137,11 @@ def finish(
     graph = _with_returned_states(draft.graph, seen, of_hollow)
 
     def ref(leaf: Any) -> Ref | None:
+        if isinstance(leaf, (UnknownList, UnknownTuple)):
+            raise CaptureError(
+                f"{draft.graph.model} returns a list that a submodule kept whole has made, with another number of "
+                "items for each batch; let it return one tensor, train it by pipe.step, or write chunks=1"
+            )
         known = isinstance(leaf, (Tensor, Marker)) and id(leaf) in of_hollow
         return Ref(of_hollow[id(leaf)]) if known else None
 
@@ -157,6 +169,7 @@ def finish(
         or (type(fake) is int and name in results)  # a size that does not vary
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
+    graph = graph if uncut else with_checked_places(graph)
     graph = spread(name_loss(graph, own=call.rest[0] is None) if loss else graph, values, reduce)
     graph = with_outputs(graph, values, exact, reduce)
     check(graph)

@@ -21,6 +21,7 @@ from fxpipe.capture.twins.twin import Roots
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Ref
 from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.sample_lists import BatchDim, RowCounts, with_rows
 
 from .nested_values import parts_of, spelled
 
@@ -33,6 +34,11 @@ WRITE = "pass loss_fn=, a function of the output and the target, or let the mode
 def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function that is captured for a call."""
     return model(*args, **kwargs)
+
+
+def call_with_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same where another input counts the rows of some."""
+    return call_model(model, with_rows(args), with_rows(kwargs))
 
 
 def model_and_loss(
@@ -49,6 +55,27 @@ def model_and_loss(
     if isinstance(loss_fn, KeptLoss) and loss_fn.how is not None and loss.dim() == 1:  # of each sample
         loss = loss.mean() if loss_fn.how == "mean" else loss.sum()
     return loss, output if outputs else None
+
+
+def model_and_loss_with_rows(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: tuple[Any, ...],
+    loss_fn: Callable[..., Any] | None,
+    outputs: bool,
+) -> tuple[Any, Any]:
+    """The same where another input counts the rows of some."""
+    return model_and_loss(model, with_rows(args), with_rows(kwargs), with_rows(targets), loss_fn, outputs)
+
+
+def function_for(loss: bool, batch_dim: BatchDim) -> Callable[..., Any]:
+    """The function that is captured: a plain function of the model, args, kwargs, and the other fields of a
+    `RequestedCall`, which uses its arguments and the globals of its module alone."""
+    counted = not isinstance(batch_dim, int) and any(isinstance(dim, RowCounts) for dim in batch_dim.values())
+    if loss:
+        return model_and_loss_with_rows if counted else model_and_loss
+    return call_with_rows if counted else call_model
 
 
 def own_loss(output: Any) -> Any:

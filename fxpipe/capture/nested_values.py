@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ DEPTH = 12  # objects that hold each other end here
 LONGEST = 200  # characters of a nest in a message
 
 
+class HiddenItems:
+    """A base of lists and tuples that end a trace which looks into them. Walks look into their attributes, and not into
+    their items."""
+
+    end_trace: Callable[[], Never]
+
+    def __copy__(self) -> Any:
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+
 def change(value: Any, swap: Swap, path: str = "", depth: int = 0, memo: Memo | None = None) -> Any:
     """The nest with `swap(path, tensor)` in place of every tensor. Parts without a changed tensor are returned as they
     are; parts with one are copied, never written. With a `memo`, an object that is met again is changed to the same;
@@ -42,7 +54,7 @@ def change(value: Any, swap: Swap, path: str = "", depth: int = 0, memo: Memo | 
         return value
     if memo is not None and (known := memo.get(id(value))) is not None:
         return known[1]
-    if isinstance(value, (tuple, list, deque)):
+    if isinstance(value, (tuple, list, deque)) and not isinstance(value, HiddenItems):
         made = _change_items(value, swap, path, depth, memo)
     else:
         made = _change_object(value, swap, path, depth, memo)
@@ -117,7 +129,7 @@ def template(value: Any, ref: Callable[[Any], Ref | None], depth: int = 0) -> An
         return value
     if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
         return Struct(kind, tuple((n, template(getattr(value, n), ref, depth + 1)) for n in names))
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, HiddenItems):
         items = [template(item, ref, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
@@ -162,4 +174,5 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", part) for key, part in value.items()]
-    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, (tuple, list, deque)) else []
+    shown = isinstance(value, (tuple, list, deque)) and not isinstance(value, HiddenItems)
+    return [(f"[{i}]", part) for i, part in enumerate(value)] if shown else []

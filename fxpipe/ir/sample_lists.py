@@ -1,15 +1,19 @@
-"""Lists with an item for each sample, as tensors that can be cut along the batch and sent.
+"""Inputs of which each sample has several parts, as tensors that can be cut along the batch and sent.
 
     targets = [{"boxes": f32[3, 4], "label": 7},          SampleList({"boxes": Padded(f32[2, 3, 4], i64[2, 2]),
                {"boxes": f32[1, 4], "label": 2}]                      "label": Numbers(i64[2])})
 
-Only submodules and loss functions that are kept whole look into such a list: they are given the list of their samples.
+    patches = f32[20, 8], counts = [12, 8]                CountedRows(f32[2, 12, 8], bool[2, 12], "counts")
+
+Only submodules and loss functions that are kept whole look into a list: they are given the list of their samples. Rows
+by counts are put together where forward begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +43,74 @@ class Numbers(NamedTuple):
 
     def of(self, sample: int) -> bool | int | float:
         return self.values[sample].item()
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """In `batch_dim`: that a tensor has rows of samples, one sample's after another's, as many of each as the input of
+    this name says."""
+
+    name: str
+
+
+BatchDim = int | Mapping[str, int | Literal["items"] | RowCounts | None]  # the option `batch_dim`
+
+
+def rows(counts: str) -> RowCounts:
+    """Says in `batch_dim` that an input has rows of samples, one sample's after another's, and that the input named
+    `counts` says how many of each: a number for each sample, or several whose product it is, as `(time, height, width)`
+    of an image.
+
+    >>> import fxpipe
+    >>> batch_dim = {"pixel_values": fxpipe.rows("image_grid_thw")}
+    """
+    return RowCounts(counts)
+
+
+class CountedRows(NamedTuple):
+    """Rows of samples, f[rows, ...], padded to the most that a sample has: `values`, f[samples, most, ...], and where
+    there is no padding, `places`, bool[samples, most]. `by`: the path of the input that says how many each has."""
+
+    values: Tensor
+    places: Tensor
+    by: str
+
+    def together(self) -> Tensor:
+        """The rows of all samples, one after another."""
+        return self.values[self.places]
+
+
+def places_of(by: str, counts: Tensor) -> Tensor:
+    """`CountedRows.places`, on the CPU, for counts of [samples, ...]. Raises InputError if they are none."""
+    if not counts.dim() or not counts.numel() or counts.is_floating_point() or counts.is_complex():
+        raise InputError(f"{by} is to count rows, and is no tensor of whole numbers with a row for each sample")
+    each = counts.detach().to("cpu", torch.int64).reshape(len(counts), -1).prod(1)
+    return torch.arange(max(SHORTEST, int(each.max()))) < each.unsqueeze(1)
+
+
+def counted_rows(path: str, tensor: Tensor, by: str, places: Tensor) -> CountedRows:
+    """The rows of a tensor with the places of its samples' rows. Raises InputError if it has another number of rows, or
+    needs a gradient."""
+    if tensor.requires_grad:
+        raise InputError(f"{path} has rows of samples and needs a gradient, which cannot be; write {path}.detach()")
+    each = places.sum(1)
+    if not tensor.dim() or int(each.sum()) != tensor.shape[0]:
+        shown = ", ".join(map(str, each[:8].tolist())) + ", ..." * (len(each) > 8)
+        found = f"{tensor.shape[0]} rows" if tensor.dim() else "no rows"
+        raise InputError(f"{path} has {found}, and by {by} the samples have {shown}: {each.sum().item()} together")
+    values = tensor.new_zeros(*places.shape, *tensor.shape[1:])
+    values[places.to(tensor.device)] = tensor
+    return CountedRows(values, places, by)
+
+
+def counted(path: str, tensor: Tensor, by: str, counts: Tensor) -> CountedRows:
+    """The rows of a tensor by their counts, [samples, ...]. Raises InputError as those two do."""
+    return counted_rows(path, tensor, by, places_of(by, counts))
+
+
+def with_rows(nest: Any) -> Any:
+    """The nest of arguments with the tensors themselves in place of counted rows."""
+    return rebuilt(nest, lambda part: part.together() if isinstance(part, CountedRows) else None)
 
 
 class SampleList(NamedTuple):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxpipe.errors import InputError
+
 
 class MicroBatch:
     """The values of one micro-batch during a run, as attributes under the model's names."""
@@ -42,6 +44,22 @@ def scatter(value: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
         return [value] * len(sizes)
     pieces: Sequence[Tensor] = value.split(list(sizes), dim)
     return [piece.contiguous() for piece in pieces] if dim != 0 and value.is_contiguous() else pieces
+
+
+def checked_places(mask: Tensor, rows: Tensor, of: Tensor | None) -> Tensor:
+    """The mask, which says where the rows of a micro-batch are put: their elements, in the tensor `of`, or whole rows.
+    Samples with as many places as rows get their own. Raises InputError if there are more of one."""
+    spread = [dim for dim, step in enumerate(mask.stride()) if step == 0]  # in which it repeats itself
+    counted = mask[tuple(slice(1) if dim in spread else slice(None) for dim in range(mask.dim()))]
+    repeats = (mask if of is None else of).numel() // max(1, counted.numel())
+    places, wanted = int(counted.count_nonzero()) * repeats, rows.shape[0] if of is None else rows.numel()
+    if places != wanted:
+        raise InputError(
+            f"a mask has {places} places, and {wanted} values of a micro-batch's samples are put there, so that in the "
+            "whole batch samples would get values of others; give each sample as many places as values, or write "
+            "chunks=1"
+        )
+    return mask
 
 
 def overlaps(here: Sequence[int], there: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxpipe.batching.op_errors import refuse
 from fxpipe.capture.call_arguments import Call
-from fxpipe.capture.capture_errors import values_of_other_samples
+from fxpipe.capture.capture_errors import ValuesOfOtherSamples
 from fxpipe.capture.nested_values import template
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
@@ -66,7 +66,7 @@ def at_two_sizes(
     stay loops. Raises CaptureError if there is no such graph."""
     path, others = one.draft.baked or "", sorted({*sizes} - {one.rows})
     if one.traced.read is not None and one.rows != one.call.batch:
-        raise values_of_other_samples(path)
+        raise ValuesOfOtherSamples(path)
     if len(others) > 1:
         rows = ", ".join(map(str, (one.rows, *others)))
         line = baking_line(one.traced, one.rows)

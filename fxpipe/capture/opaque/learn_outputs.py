@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,10 +31,10 @@ from fxpipe.capture.twins.untraced_lists import Listed, with_lists
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
+    Place,
     Promise,
     addresses,
     alike,
-    apart,
     leaves,
     slots,
     take_apart,
@@ -47,6 +47,7 @@ from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 from .derivatives import Derivatives
 from .mixing_in_runs import Contents, in_another_order, mixes
 from .opaque_submodules import Piece, Pieces
+from .returned_parts import NO_RESULT, Part, other_lengths
 
 
 def _call_of(promise: Promise) -> tuple[Any, ...]:
@@ -61,14 +62,18 @@ class Heard:
     key: Any
     takes: list[tuple[torch.dtype, tuple[int | None, ...]]]
     wants: tuple[bool, ...]
-    gives: list[Any]  # tensors without memory, and other leaves
-    form: Callable[[Any], Any]
+    result: Part
     drew: bool
     aliased: bool
     wrote: bool
     derived: bool
     lists: bool
-    contents: Contents | None  # None if they do not show whether samples are mixed
+    given: list[Tensor] | None  # copies; None if they do not show whether samples are mixed
+
+    def contents(self, without: Collection[Place]) -> Contents | None:
+        """What it was given and returned, if that shows whether samples are mixed."""
+        returned = [part.content for part in self.result.leaves(without) if part.content is not None]
+        return None if self.given is None else Contents(self.given, returned)
 
 
 def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...]) -> Piece | None:
@@ -115,13 +120,14 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         promise = _promise(one, two) if piece is two.piece else None
         if promise is None:
             return piece
-        if samples is turned and one.contents and two.contents and mixes(one.contents, two.contents, rows, turned):
-            promise = replace(promise, mixes=True)
+        seen = [call.contents(promise.without) for call in (one, two)]
+        if samples is turned and seen[0] and seen[1]:
+            promise = replace(promise, mixes=mixes(seen[0], seen[1], rows, turned))
         others = [old for old in piece.opaque.promises if not alike(_call_of(old), _call_of(promise))]
         if len(others) == len(piece.opaque.promises):
             piece.asked = False  # else, what was asked for is another call than that
         piece.opaque.promises[:] = [*others, promise]
-        piece.forms[one.key[0]] = one.form
+        piece.forms[one.key[0]] = one.result.form(promise.without)
         piece.draws |= one.drew or two.drew
     return next((piece for piece in pieces.of.values() if piece.asked), None)
 
@@ -172,7 +178,9 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
     """The promise that fits two calls; None if the piece cannot be an op."""
     if not alike((one.key, one.wants), (two.key, two.wants)) or len(one.takes) != len(two.takes):
         return None
-    if len(one.gives) != len(two.gives):
+    without = frozenset(other_lengths(one.result, two.result))
+    returned = [[part.leaf for part in call.result.leaves(without)] for call in (one, two)]
+    if len(returned[0]) != len(returned[1]):
         return None
     if one.wrote or two.wrote or one.piece.leaves:
         return None
@@ -187,26 +195,23 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
             for d, (a, b) in enumerate(zip(small, large, strict=True))
             if a != b and a is not None and b is not None
         ]
-    gives = [_gives(a, b, varying) for a, b in zip(one.gives, two.gives, strict=True)]
-    if any(item is _NOT for item in gives):
+    gives = [_gives(a, b, varying) for a, b in zip(*returned, strict=True)]
+    if any(item is NO_RESULT for item in gives):
         return None
     aliased, derived = one.aliased or two.aliased, one.derived or two.derived
-    return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists)
-
-
-_NOT = object()  # marks a result that an op cannot have
+    return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists, without=without)
 
 
 def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return one if type(one) in ATOMS and type(one) is type(two) and one == two else _NOT
+        return one if type(one) in ATOMS and type(one) is type(two) and one == two else NO_RESULT
     if one.dtype != two.dtype or one.dim() != two.dim():
-        return _NOT
+        return NO_RESULT
     shape: list[Any] = []
     for a, b in zip(one.shape, two.shape, strict=True):
         fitting = [(i, d, a, c) for i, d, c, e in varying if a * e == b * c]
         if a != b and not fitting:
-            return _NOT
+            return NO_RESULT
         shape.append(a if a == b else min(fitting, key=lambda found: found[2] != found[3]))
     strides = one.stride()
     order = sorted(range(one.dim()), key=lambda dim: -strides[dim])
@@ -258,11 +263,11 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             written = [now for now, content in pairs if not torch.equal(now, content)]
             if any(isinstance(x, nn.Parameter) for x in written):
                 piece.opaque.remembers.add("parameters that it writes")
-            hollows, form = list(map(_hollow, found)), _form(result)
             taken, by_lists = derivatives.taken, bool(own_sizes)
             shows = cut and not (drew or drew_others or written or by_lists)
-            seen = Contents.of(tensors, found) if shows else None
-            calls.append(Heard(piece, key, takes, wants, hollows, form, drew, aliased, wrote, taken, by_lists, seen))
+            copies = [x.detach().clone() for x in tensors] if shows else None
+            returned = Part.of(result, shows)
+            calls.append(Heard(piece, key, takes, wants, returned, drew, aliased, wrote, taken, by_lists, copies))
             return result
 
         return forward
@@ -290,35 +295,6 @@ def _other_numbers() -> tuple[Any, ...]:
         return (random.getstate(),)
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tobytes(), *rest
-
-
-def _hollow(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
-        return _NOT
-    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return made.requires_grad_(leaf.requires_grad)
-
-
-def _form(value: Any) -> Callable[[Any], Any]:
-    """A function from the tensors in such an object, or the one tensor, to the object; Dynamo traces it."""
-
-    def made(value: Any, at: int) -> tuple[Callable[[Any], Any], int]:
-        if isinstance(value, Tensor):
-            return lambda tensors: tensors[at], at + 1
-        parts = apart(value)
-        if parts is None:
-            return lambda tensors: value, at
-        together, items = parts
-        makers = []
-        for item in items:
-            maker, at = made(item, at)
-            makers.append(maker)
-        return lambda tensors: together([maker(tensors) for maker in makers]), at
-
-    make, count = made(value, 0)
-    return make if count != 1 else lambda tensor: make([tensor])
 
 
 def _copy(slot: Slot, real: Tensor) -> Tensor:

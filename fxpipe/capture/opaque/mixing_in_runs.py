@@ -10,9 +10,8 @@ micro-batch), that is given other values for a sample already, or that returns s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,6 @@ class Contents:
     given: Sequence[Tensor]
     returned: Sequence[Tensor]
 
-    @classmethod
-    def of(cls, given: Iterable[Any], returned: Iterable[Any]) -> Contents:
-        """The tensors among these objects, copied."""
-        return cls(*([x.detach().clone() for x in part if isinstance(x, Tensor)] for part in (given, returned)))
-
 
 def in_another_order(rows: int, of: int) -> list[int]:
     """Samples of the second run, one more than the `rows` of the first, in which each has others before and behind it;
@@ -41,14 +35,14 @@ def in_another_order(rows: int, of: int) -> list[int]:
     return [1 % of, 0, 2 % of] if rows == 1 else [*reversed(range(rows)), rows % of]
 
 
-def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bool:
+def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bool | None:
     """Whether a result of two calls has other values for the same samples: 0 to `rows` in the first, `samples` in the
-    second."""
+    second. None if nothing can be said: the calls were given other values, or returned samples in another order."""
     given = [_alike(*pair, rows, samples) for pair in zip(one.given, two.given, strict=True)]
     returned = [_alike(*pair, rows, samples) for pair in zip(one.returned, two.returned, strict=True)]
     floats = [x.is_floating_point() or x.is_complex() for x in one.returned]
     in_order = all(same for same, float in zip(returned, floats, strict=True) if not float)
-    return all(given) and in_order and not all(returned)
+    return not all(returned) if all(given) and in_order else None
 
 
 def _alike(one: Tensor, two: Tensor, rows: int, samples: Sequence[int]) -> bool:

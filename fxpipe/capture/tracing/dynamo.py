@@ -244,6 +244,16 @@ class Ways:
         self.barred |= {"values"}
         return True
 
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """A context in which values of inputs are not read; and after it neither, if nothing fails in it."""
+        before, self.barred = self.barred, self.barred | {"values"}
+        try:
+            yield
+        except BaseException:
+            self.barred = before
+            raise
+
     def further(self, refusal: str) -> bool:
         """Whether this trace got further than the refused one before: the model only raised because `is_compiling()`
         was true, or stopped where a value of an input was read."""

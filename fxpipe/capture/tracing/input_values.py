@@ -4,14 +4,16 @@
         raise ValueError(...)
     x = x[:, : lengths.max().item()]          a number in the graph
 
-What is read depends on inputs and constants alone, by ops that draw nothing and write nothing. It is the same for all
-micro-batches, and is part of the kind of call: a call for which it is another one is traced again. So fractions are not
-read, which differ from batch to batch. Numbers of tensors that are made of constants are constants in every trace.
+What is read depends on inputs and constants alone, by ops that draw nothing; where they write into inputs, these are
+copied. It is the same for all micro-batches, and is part of the kind of call: a call for which it is another one is
+traced again. So fractions are not read, which differ from batch to batch. Numbers of tensors that are made of constants
+are constants in every trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +61,7 @@ class ReadValues:
         self._values: dict[fx.Node, Any] = {}
         self._paths: list[str] = []
         self._read: dict[fx.Node, Tensor] = {}
+        self._writing: set[fx.Node] = set()  # of the copies, those that write
 
     @property
     def of_inputs(self) -> ValuesRead | None:
@@ -69,27 +72,34 @@ class ReadValues:
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self._graph, copies)
         graph.output(tuple(copies[node] for node in self._read))
-        graph.eliminate_dead_code()  # also what failed, as for samples that the batch does not have
+        kept = {copies[node] for node in self._writing}
+        # Also what failed is left out, as for samples that the batch does not have.
+        graph.eliminate_dead_code(lambda node: node in kept or node.is_impure())
         return ValuesRead(fx.GraphModule({}, graph), tuple(self._paths), tuple(self._read.values()))
 
     def value(self, node: fx.Node, truth: bool) -> Tensor | None:
         """The value of a tensor of the trace, if it is known. `truth`: only whether it is true is asked."""
-        needed = self._needed(node)
-        if needed is None or _may_be_written(needed, node.graph):
+        needed, writers = self._needed([node]), set[fx.Node]()
+        while needed is not None and (more := _writers(needed, node.graph) - writers):
+            writers |= more
+            needed = self._needed([*needed, *writers])
+        if needed is None:
             return None
+        values, copies = ({}, {}) if writers else (self._values, self._copies)
         try:
             for one in node.graph.nodes:
-                if one in needed and one not in self._values:
-                    self._compute(one, needed)
+                if one in needed and one not in values:
+                    self._compute(one, needed, values, copies, bool(writers))
         except Exception:  # the model's own, which Dynamo reports with its line
             return None
-        made = self._values[node]
+        made = values[node]
+        self._writing |= {copies[one] for one in writers}
         if type(made) is not Tensor or made.shape != traced_sizes(
             _example(node).shape
         ):  # one for each sample of the whole batch
             return None
         if any(one.op == "placeholder" for one in needed):
-            copied = self._copies[node]
+            copied = copies[node]
             if truth:
                 self._read[self._graph.call_method("bool", (copied,))] = made.bool()
             elif holds_whole_numbers(made) or torch.equal(made, made.round()):
@@ -98,10 +108,10 @@ class ReadValues:
                 return None
         return made
 
-    def _needed(self, node: fx.Node) -> Mapping[fx.Node, fx.Node | None] | None:
-        """The nodes that a value is made of, and for sizes of inputs, the inputs; None if it is not known."""
+    def _needed(self, nodes: Sequence[fx.Node]) -> Mapping[fx.Node, fx.Node | None] | None:
+        """The nodes that values are made of, and for sizes of inputs, the inputs; None if that is not known."""
         needed: dict[fx.Node, fx.Node | None] = {}
-        todo = [node]
+        todo = [*nodes]
         while todo:
             one = todo.pop()
             if one in needed:
@@ -119,33 +129,40 @@ class ReadValues:
         example = getattr(node.meta.get("grapharg"), "example", None)
         return self._input_of(example) if isinstance(example, Tensor) else None
 
-    def _compute(self, node: fx.Node, needed: Mapping[fx.Node, fx.Node | None]) -> None:
-        """The value of one node, of which all before are known."""
+    def _compute(
+        self,
+        node: fx.Node,
+        needed: Mapping[fx.Node, fx.Node | None],
+        values: dict[fx.Node, Any],
+        copies: dict[fx.Node, fx.Node],
+        written: bool,
+    ) -> None:
+        """Add the value of one node, of which all before are known. `written`: inputs are copied, for ops write."""
         owner = needed[node]
         leaf = self._leaf(node) if node.op == "placeholder" else None
         if leaf is not None:
-            self._copies[node] = self._graph.placeholder(f"input_{len(self._paths)}")
+            copies[node] = self._graph.placeholder(f"input_{len(self._paths)}")
             self._paths.append(leaf.path)
-            self._values[node] = next(_beside([leaf.real]))
+            values[node] = next(_beside([leaf.real]))
+            if written:
+                copies[node], values[node] = self._graph.call_method("clone", (copies[node],)), values[node].clone()
             return
         if owner is not None:
-            if owner not in self._values:
-                self._compute(owner, needed)
+            if owner not in values:
+                self._compute(owner, needed, values, copies, written)
             _, dim = size_source(node)
-            self._copies[node] = self._graph.call_method("size", (self._copies[owner], dim))
-            self._values[node] = self._values[owner].shape[dim]
+            copies[node] = self._graph.call_method("size", (copies[owner], dim))
+            values[node] = values[owner].shape[dim]
             return
         args, kwargs = _on_cpu(node)
-        self._copies[node] = self._graph.create_node(
-            node.op, node.target, *fx.map_arg((args, kwargs), self._copies.__getitem__)
-        )
-        args, kwargs = fx.map_arg((args, kwargs), self._values.__getitem__)
+        copies[node] = self._graph.create_node(node.op, node.target, *fx.map_arg((args, kwargs), copies.__getitem__))
+        args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
         with torch.no_grad():
             if node.op == "call_method":
-                self._values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 assert callable(node.target)
-                self._values[node] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **kwargs)
 
 
 def _example(node: fx.Node) -> Any:
@@ -165,13 +182,13 @@ def _owner(placeholder: fx.Node) -> fx.Node | None:
 
 
 def _is_plain_op(node: fx.Node) -> bool:
-    """Whether an op makes its result of its arguments alone, and changes nothing."""
+    """Whether an op makes its result of its arguments alone, and changes nothing but these."""
     if node.op not in ("call_function", "call_method"):
         return False
     ran: Ran | None = node.meta.get(RAN)
     if ran is not None:
-        return not ran.written and not ran.random
-    return _is_number(_example(node)) or _is_maker(node)
+        return not ran.random
+    return node.target is operator.setitem or _is_number(_example(node)) or _is_maker(node)
 
 
 def _is_maker(node: fx.Node) -> bool:
@@ -184,17 +201,19 @@ def _is_number(value: Any) -> bool:
     return value is not None and next(tensors_in(value), None) is None
 
 
-def _may_be_written(needed: Mapping[fx.Node, Any], graph: fx.Graph) -> bool:
-    """Whether an op of the graph may write into the memory of what is needed."""
+def _writers(needed: Mapping[fx.Node, Any], graph: fx.Graph) -> set[fx.Node]:
+    """The ops of the graph that write, or may write, into the memory of what is needed."""
     held = {key for node in needed for key in memory(_example(node))}
+    found = set()
     for node in graph.nodes:
         ran: Ran | None = node.meta.get(RAN)
         if ran is not None and not held.isdisjoint(ran.written):
-            return True
+            found.add(node)
         unknown = ran is None and node.op not in ("placeholder", "output") and not _is_number(_example(node))
-        if unknown and not held.isdisjoint(key for read in node.all_input_nodes for key in memory(_example(read))):
-            return True
-    return False
+        reads = node.all_input_nodes[: 1 if node.target is operator.setitem else None]
+        if unknown and not held.isdisjoint(key for read in reads for key in memory(_example(read))):
+            found.add(node)
+    return found
 
 
 def _on_cpu(node: fx.Node) -> tuple[Any, Any]:

@@ -23,11 +23,12 @@ from torch import Tensor, fx, nn
 from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.batching.op_errors import at, without_symbols
 from fxpipe.capture.batch_size.batch_size_checks import baking_line, check_sizes
-from fxpipe.capture.call_arguments import BatchDim, Call, Leaf, common_size, cut_along
+from fxpipe.capture.call_arguments import Call, Leaf, common_size, cut_along
 from fxpipe.capture.finish_graph import Finished, Seen, feed, finish, stand_ins
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Origin, called
+from fxpipe.ir.sample_lists import BatchDim
 from fxpipe.torch_internals.compiling.dynamic_sizes import VaryingNumbers
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode

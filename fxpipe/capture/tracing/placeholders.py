@@ -76,6 +76,8 @@ def add_inputs(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...
                 build.sizes.append(Size(BATCH, name, position))
             elif found is not None and found not in build.symbols:
                 build.symbols[found] = _add_size(build, name, path, type_of(fake, {}), position)
+            if found is not None:  # a size that turned out to be equal to another has its name
+                build.symbols |= dict.fromkeys(first_symbols(size), build.symbols[found])
         kind = type_of(fake, build.symbols)
         if dim is not None and id(leaf.twin) not in at_leaf and isinstance(kind, TensorType):
             kind = TensorType(kind.dtype, (*kind.shape[:dim], BATCH, *kind.shape[dim + 1 :]), kind.device, kind.grad)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-from fxpipe.capture.nested_values import Memo, Swap, change
+from fxpipe.capture.nested_values import HiddenItems, Memo, Swap, change
 
 from .twin_copies import slots_of
 
@@ -54,7 +54,7 @@ def holding(value: Any) -> Held:
     attributes |= {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
     if isinstance(value, MutableMapping):
         return Held(attributes, dict(value))
-    if isinstance(value, LISTS):
+    if isinstance(value, LISTS) and not isinstance(value, HiddenItems):
         return Held(attributes, list(value))
     return Held(attributes, set(value) if type(value) is set else None)
 

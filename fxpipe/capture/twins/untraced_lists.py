@@ -1,4 +1,5 @@
-"""Lists among the arguments whose items are the samples: which these are, and what a trace is given for them.
+"""Lists among the arguments whose items are the samples, and rows that belong to samples by counts: which these are,
+and what a trace is given for them.
 
     images      f32[2, 3, 8, 8]                                      two samples
     targets     [{"boxes": f32[3, 4]}, {"boxes": f32[1, 4]}]         a list of two items, one a sample
@@ -16,44 +17,74 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor
 
-from fxpipe.capture.capture_errors import LOOKS_INTO_LIST
-from fxpipe.capture.nested_values import change, parts_of
-from fxpipe.errors import InputError
-from fxpipe.ir.sample_lists import SampleList, packed, rebuilt, tensors_of
+from fxpipe.capture.capture_errors import LOOKS_INTO_LIST, LOOKS_INTO_RESULT
+from fxpipe.capture.nested_values import HiddenItems, change, parts_of
+from fxpipe.errors import InputError, did_you_mean
+from fxpipe.ir.sample_lists import (
+    CountedRows,
+    RowCounts,
+    SampleList,
+    counted_rows,
+    packed,
+    places_of,
+    rebuilt,
+    tensors_of,
+)
 
 ITEMS = "items"  # in `batch_dim`: the items of this list are the samples
 DEPTH = 4  # how far the arguments are searched for lists
 
 
-class UntracedList:
-    """What forward is given in place of a list whose items are the samples. A trace can hand it on and count its items,
-    and ends where it looks into it: whatever does so is kept whole, and runs with the list itself.
+class UntracedList(HiddenItems, list[Any]):
+    """What forward is given in place of a list whose items are the samples. A trace can hand it on, see that it is a
+    list and count its items, and ends where it looks into it: whatever does so is kept whole, and runs with the list
+    itself.
 
     - `each`: that of `SampleList`.
-    - `end_trace`: a function that no trace goes through.
     """
 
     def __init__(self, each: Any) -> None:
-        self.each, self.end_trace = each, _end_of_trace()
+        super().__init__()
+        self.each, self.end_trace = each, _end_of_trace(LOOKS_INTO_LIST)
 
     def __len__(self) -> int:
         return tensors_of(self.each)[0].shape[0]
 
-    def __iter__(self) -> Any:
-        return self.end_trace()
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.end_trace()
+class UnknownList(HiddenItems, list[Any]):
+    """A list that a submodule kept whole returns, of which only a run tells how many items there are."""
 
 
-def _looked_into() -> Never:
-    raise TypeError(LOOKS_INTO_LIST)
+class UnknownTuple(HiddenItems, tuple[Any, ...]):
+    """A tuple of that kind."""
+
+
+def with_unknown_items(kind: type) -> type[UnknownList | UnknownTuple]:
+    """The class of which a trace makes a list or a tuple with an unknown number of items."""
+    found = UnknownList if kind is list else UnknownTuple
+    found.end_trace = staticmethod(_end_of_trace(LOOKS_INTO_RESULT))
+    return found
+
+
+def _look_into(self: HiddenItems, *args: Any, **kwargs: Any) -> Never:
+    self.end_trace()
+
+
+MADE_OF = ("__new__", "__init__", "__getattribute__", "__repr__", "__hash__", "__sizeof__", "__doc__",
+           "__class_getitem__", "__getnewargs__")  # fmt: skip
+for _kind, _plain in ((UntracedList, list), (UnknownList, list), (UnknownTuple, tuple)):
+    for _name in {*vars(_plain), "__radd__"}.difference(MADE_OF, vars(_kind)):
+        setattr(_kind, _name, _look_into)
 
 
 @cache
-def _end_of_trace() -> Callable[[], Never]:
-    """Made when it is needed: it imports Dynamo."""
-    made: Callable[[], Never] = torch.compiler.disable(_looked_into, reason=LOOKS_INTO_LIST)  # type: ignore[no-untyped-call]
+def _end_of_trace(reason: str) -> Callable[[], Never]:
+    """A function that no trace goes through, made when it is needed: it imports Dynamo."""
+
+    def looked_into() -> Never:
+        raise TypeError(reason)
+
+    made: Callable[[], Never] = torch.compiler.disable(looked_into, reason=reason)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -66,10 +97,13 @@ Listed = dict[int, tuple[list[Any], SampleList]]  # by the id of a list, it and 
 
 
 def with_lists(nest: Any) -> tuple[Any, Listed]:
-    """The nest of arguments with the lists themselves in place of untraced ones, and these lists."""
+    """The nest of arguments with the lists themselves in place of untraced ones, and these lists; and with the tensors
+    themselves in place of counted rows."""
     made: Listed = {}
 
-    def listed(part: Any) -> list[Any] | None:
+    def listed(part: Any) -> list[Any] | Tensor | None:
+        if isinstance(part, CountedRows):
+            return part.together()
         if not isinstance(part, UntracedList):
             return None
         values = SampleList(part.each)
@@ -122,6 +156,30 @@ def untraced_lists(
         if any(one.records and _by_items(one) for one in alike):
             chosen += [one for one in alike if one.records or one.rows != counts]
     return {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}
+
+
+def rows_by_counts(named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any]) -> dict[str, CountedRows]:
+    """The tensors among the named arguments whose rows another input counts, by path. Raises InputError for counts that
+    do not fit."""
+    told = batch_dim if isinstance(batch_dim, Mapping) else {}
+    asked = {path: dim.name for path, dim in told.items() if isinstance(dim, RowCounts)}
+    found: dict[str, Tensor] = {}
+
+    def note(path: str, tensor: Tensor) -> Tensor:
+        found[path] = tensor
+        return tensor
+
+    for path, value in named if asked else ():
+        change(value, note, path)
+    for path, by in asked.items():
+        if path in found and by not in found:
+            raise InputError(
+                f"batch_dim says that {by} counts the rows of {path}, and no tensor of that name is given; the tensors "
+                f"are {', '.join(found)}{did_you_mean(by, found)}"
+            )
+    asked = {path: by for path, by in asked.items() if path in found}
+    places = {by: places_of(by, found[by]) for by in asked.values()}  # one for all that it counts
+    return {path: counted_rows(path, found[path], by, places[by]) for path, by in asked.items()}
 
 
 def _by_items(one: _Found) -> bool:

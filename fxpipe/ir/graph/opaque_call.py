@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from .graph import Graph, Op, Origin, called
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]
+Place = tuple[int, ...]  # where a part of a result is: the number of the part, of the part in that part, and so on
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 NOWHERE = Origin("", 0, "", "")
 LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
@@ -48,7 +49,8 @@ class Promise:
     - `wants`: for each of the submodule's own and the given tensors, whether it needed a gradient.
     - `derives`: whether it takes derivatives inside, by autograd.
     - `lists`: whether it is given lists whose items are the samples.
-    - `mixes`: whether runs have shown that what it returns for a sample depends on other samples.
+    - `mixes`: whether what it returns for a sample depends on other samples, if runs have shown that; else None.
+    - `without`: the places of lists in the result whose number of items is known only when it has run.
     """
 
     key: Any
@@ -58,7 +60,8 @@ class Promise:
     wants: tuple[bool, ...] = ()
     derives: bool = False
     lists: bool = False
-    mixes: bool = False
+    mixes: bool | None = None
+    without: frozenset[Place] = frozenset()
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
@@ -163,9 +166,10 @@ class Opaque:
         return any(promise.derives for promise in self.promises)
 
     @property
-    def mixes(self) -> bool:
-        """Whether what it returns for a sample depends on other samples."""
-        return any(promise.mixes for promise in self.promises)
+    def mixes(self) -> bool | None:
+        """Whether what it returns for a sample depends on other samples, if runs have shown that; else None."""
+        shown = {promise.mixes for promise in self.promises}
+        return True if True in shown else False if shown == {False} else None
 
     @property
     def buffers(self) -> tuple[bool, ...]:
@@ -198,7 +202,7 @@ class Opaque:
             result = self.module.forward(*args, **kwargs)
         if versions != _versions(given):
             raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
-        found = leaves(result)
+        found = leaves(result, frozenset() if promise is None else promise.without)
         if promise is not None:
             self._check(promise, found, given)
         memory = {address for x in (*tensors, *given) for address in addresses(x)}
@@ -377,7 +381,10 @@ def apart(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]] | None:
     return None
 
 
-def leaves(value: Any) -> list[Any]:
-    """The tensors and other leaves of a nest, in order."""
+def leaves(value: Any, without: Collection[Place] = (), place: Place = ()) -> list[Any]:
+    """The tensors and other leaves of a nest, in order, but for those at the places `without`."""
     parts = apart(value)
-    return [value] if parts is None else [leaf for part in parts[1] for leaf in leaves(part)]
+    if parts is None:
+        return [value]
+    inside = enumerate(parts[1]) if place not in without else ()
+    return [leaf for at, part in inside for leaf in leaves(part, without, (*place, at))]

@@ -13,7 +13,8 @@ from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.ir.sample_lists import SampleList, packed
+from fxpipe.ir.sample_lists import CountedRows, SampleList, packed
+from fxpipe.ir.sample_lists import counted as count_rows
 from fxpipe.profiling import measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
 
@@ -93,18 +94,35 @@ def measured(
     return measure(graph, pieces, real(graph, tensors), device)
 
 
-def match(template: Any, value: Any, found: dict[str, Any]) -> None:
-    """Store in `found`, by name, the part of `value` at the place of each `Ref` in the template."""
+def bound(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the graph's inputs in a call, by name."""
+    found: dict[str, Any] = {}
+    counted_inputs: list[tuple[Struct, Any]] = []
+    match(graph.call, (args, kwargs), found, counted_inputs)
+    names = {item.path: item.name for item in graph.inputs}
+    for template, value in counted_inputs:
+        values, places, by = (part for _, part in template.fields)
+        made = count_rows(values.name, value, by, found[names[by]])
+        found |= {values.name: made.values, places.name: made.places}
+    return found
+
+
+def match(template: Any, value: Any, found: dict[str, Any], counted: list[tuple[Struct, Any]] | None = None) -> None:
+    """Store in `found`, by name, the part of `value` at the place of each `Ref` in the template. Rows that another
+    input counts are added to `counted`, with their template."""
     if isinstance(template, Ref):
         found.setdefault(template.name, value)
     elif isinstance(template, Struct) and template.cls is SampleList:
         match(template.fields[0][1], packed("a list", value), found)
+    elif isinstance(template, Struct) and template.cls is CountedRows:
+        if counted is not None:
+            counted.append((template, value))
     elif isinstance(template, Struct):
         for name, part in template.fields:
-            match(part, getattr(value, name), found)
+            match(part, getattr(value, name), found, counted)
     elif isinstance(template, (tuple, list)):
         for part, piece in zip(template, value, strict=True):
-            match(part, piece, found)
+            match(part, piece, found, counted)
     elif isinstance(template, Mapping):
         for key, part in template.items():
-            match(part, value[key], found)
+            match(part, value[key], found, counted)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.plan_file import PlanFile
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.sample_lists import BatchDim
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.units import count
 from fxpipe.passes import Pass
@@ -57,7 +58,7 @@ class Options:
     profile: str | Profile = "estimate"
     cluster: Cluster | None = None
     plan: Plan | PlanFile | None = None
-    batch_dim: int | Mapping[str, int | Literal["items"] | None] = 0
+    batch_dim: BatchDim = 0
     dynamic: bool = True
     reduce: str | Mapping[str, str] | None = None
     deferred_batch_norm: bool | None = None

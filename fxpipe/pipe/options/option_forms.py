@@ -249,6 +249,11 @@ def or_word(word: str, form: Form, text: str) -> Form:
     return Form(text, lambda value: word if value == word else form.take(value), read)
 
 
+def or_instance(kind: type, form: Form) -> Form:
+    """Values of the form, or instances of a class."""
+    return Form(form.text, lambda value: value if isinstance(value, kind) else form.take(value), form.read, form.words)
+
+
 def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | None = None) -> Form:
     """Instances of one of these classes."""
     return where(lambda value: isinstance(value, kinds), text, read)

@@ -19,6 +19,7 @@ from fxpipe.ir.cluster.published_clusters import PRESETS, preset
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.plan.plan import CHECKPOINT_MODES, MOST_CHUNKS, Plan
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.sample_lists import RowCounts
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.pipe.build.compiled.device_graphs import NAME
 from fxpipe.pipe.results.planned import Planned
@@ -37,6 +38,7 @@ from .option_forms import (
     instance,
     many,
     one_of,
+    or_instance,
     or_none,
     or_word,
     path,
@@ -81,11 +83,8 @@ SECONDS = above_zero("a number of seconds above 0")
 DEVICE = instance((str, torch.device), "a device", str)
 STAGES = many(whole(0), "a set of stages", Collection, frozenset)
 REDUCE = (one_of(*HOW), by_name(one_of(*HOW), "a dict of these by output"))
-DIM_OR_ITEMS = or_word(ITEMS, DIM, "a dimension, or 'items'")
-BATCH_DIM = (
-    DIM,
-    by_name(or_none(DIM_OR_ITEMS, "a dimension, 'items' or None"), "a dict of a dimension, 'items' or None by input"),
-)
+HOW_CUT = or_instance(RowCounts, or_word(ITEMS, or_none(DIM, "a dimension or None"), "a dimension, 'items' or None"))
+BATCH_DIM = (DIM, by_name(HOW_CUT, "a dict of a dimension, 'items', fxpipe.rows(...) or None by input"))
 NAMED_CLUSTER = where(_is_preset, ", ".join(map(repr, PRESETS)), str, lambda: tuple(PRESETS))
 DTYPE = Option(
     "dtype", "the element type to estimate for, the model's if not given", (one_of(*STORED),), "bf16", unset=True

@@ -34,7 +34,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.pipe.build import sharded_build
 from fxpipe.pipe.build.build import Build, build
 from fxpipe.pipe.build.build_cache import BuildCache, build_here
-from fxpipe.pipe.build.call_binding import match, micro_batch_sizes, with_states
+from fxpipe.pipe.build.call_binding import bound, micro_batch_sizes, with_states
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.runtime import Stage
@@ -106,8 +106,7 @@ class RankBuilds:
         made = self.cache.builds[self.keys[header.kind]]
         args, kwargs, target = signatures
         named = kwargs if target is NO_TARGET else {**kwargs, "target": target, "loss_target": target}
-        found: dict[str, Any] = {}
-        match(made.graph.call, (args, named), found)
+        found = bound(made.graph, args, named)
         inputs = [found.get(item.name, 0) for item in made.graph.inputs if item.path]
         ranked(self.cache.live(made)).run(inputs, self.cache.options.chunks, error=error)  # raises it
 

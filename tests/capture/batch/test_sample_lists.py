@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,6 +216,38 @@ def test_what_is_only_passed_on_is_the_user_s_own() -> None:
     torch.testing.assert_close(boxes, model(images(4), targets)[0])
 
 
+ASKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "a list": lambda h, t: 2 * h if isinstance(t, list) else h,
+    "one of several": lambda h, t: 2 * h if isinstance(t, (tuple, list)) else h,
+    "no tensor": lambda h, t: h if isinstance(t, Tensor) else 2 * h,
+    "none": lambda h, t: h if t is None else 2 * h,
+    "not empty": lambda h, t: 2 * h if t else h,
+    "how many": lambda h, t: h * (len(t) > 1),
+    "of dicts": lambda h, t: 2 * h if isinstance(t[0], dict) else h,
+    "equal": lambda h, t: 2 * h if t == [] else h,
+    "a part": lambda h, t: h * len(t[:1]),
+    "together": lambda h, t: h * (len([None] + t) > 2),  # noqa: RUF005
+    "the other way": lambda h, t: h * (len(t + [None]) > 2),  # noqa: RUF005
+    "unpacked": lambda h, t: h * (len([*t, None]) > 2),
+    "in it": lambda h, t: 2 * h if None in t else h,
+    "copied": lambda h, t: 2 * h if t.copy()[0] is t[0] else h,
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_what_forward_asks_of_a_list_is_true(name: str) -> None:
+    """What ends the trace is kept whole, and asks the list itself."""
+
+    class Asking(WithLoss):
+        def forward(self, x: Tensor, labels: Any = None) -> dict[str, Tensor]:
+            return super().forward(ASKS[name](x, labels), labels)
+
+    model = Asking().double()
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=1, chunks=2, reduce={"loss": "mean"})
+    x, labels = images(4), targets_of((1, 2, 3, 1))
+    is_step_of(model, pipe, model(x, labels)["loss"], pipe.step(x, labels=labels))
+
+
 def test_a_saved_pipe_takes_lists(tmp_path: Path) -> None:
     model = WithLoss().double()
     pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=2, reduce={"loss": "mean"})
@@ -310,7 +342,7 @@ def test_items_that_are_not_alike_are_refused(case: Case) -> None:
 
 
 def test_other_words_of_batch_dim_are_refused() -> None:
-    with pytest.raises(PlanError, match="a dict of a dimension, 'items' or None by input"):
+    with pytest.raises(PlanError, match=r"a dict of a dimension, 'items', fxpipe.rows\(\.\.\.\) or None by input"):
         fxpipe.compile(Boxes(), devices=2, chunks=2, batch_dim={"x": "item"})  # type: ignore[dict-item]
     with pytest.raises(InputError, match="there is no list of that name"):
         fxpipe.compile(Boxes(), devices=2, chunks=2, batch_dim={"x": "items"})(torch.randn(4, 6))

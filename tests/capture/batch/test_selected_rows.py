@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import CaptureError, MixedSamplesWarning
+from fxpipe.errors import CaptureError, InputError, MixedSamplesWarning
 from tests.helpers.marks import mostly_slow
 
 Body = Callable[[Any, Tensor, Tensor, Tensor], Any]
@@ -283,9 +283,18 @@ def two_masks(self: Any, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (h[y > 0] * x[y.flip(1) > 0]).sum()
 
 
-@mixes
-def another_source(self: Any, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def more_than_there_are_places(self: Any, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return x.masked_scatter((y > 0).unsqueeze(-1).expand_as(h), h)
+
+
+@mixes
+def of_no_sample(self: Any, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return h.masked_scatter((y > 0).unsqueeze(-1).expand_as(h), self.table.weight.repeat(4, 1))
+
+
+@mixes
+def in_the_order_of_places(self: Any, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return x.masked_scatter((y > 0).unsqueeze(-1).expand_as(h), h.transpose(0, 1).flatten(0, 1))
 
 
 @mixes
@@ -367,6 +376,16 @@ def test_what_pairs_other_rows_is_mixed(body: Body) -> None:
         pytest.warns(MixedSamplesWarning, match=r"test_selected_rows.py:\d+"),
     ):
         pipe(*batch())
+
+
+def test_more_values_than_places_are_refused_in_the_run() -> None:
+    """The values of one sample would go to another one in the whole batch."""
+    with (
+        closing(fxpipe.compile(Selecting(more_than_there_are_places), 2, 3)) as pipe,
+        pytest.raises(InputError, match="a mask has .* places, and 80 values of a micro-batch's samples are put there"),
+    ):
+        pipe(*batch())
+    check(Selecting(more_than_there_are_places), 1).close()
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=named)

@@ -1147,3 +1147,50 @@ def test_pieces_of_one_class_share_a_warning():
     told = [str(one.message) for one in said if "is kept whole" in str(one.message)]
     assert len(told) == 1
     assert "0.1 is kept whole, as 4 more of its class are: one opaque op" in told[0]
+
+
+class OnePartEach(nn.Module):
+    """Returns the features of all samples, and a tuple or list of those of each, as vision models do."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.fc, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x):
+        h = torch.tanh(self.fc(x)).repeat_interleave(2, 0)
+        count = int(x.isfinite().all().item())  # which ends a trace
+        return {"all": h, "each": self.kind(h.split([1 + count] * len(x)))}
+
+
+class Features(nn.Module):
+    """Uses what such a submodule returns of all samples, and hands the rest on; or looks into it."""
+
+    def __init__(self, kind, how):
+        super().__init__()
+        self.tower, self.head, self.how = OnePartEach(kind), nn.Linear(WIDTH, 2), how
+
+    def forward(self, x):
+        found = self.tower(x)
+        h = found["all"].unflatten(0, (-1, 2)).sum(1)
+        if self.how == "looks":
+            h = torch.stack([part.sum(0) for part in found["each"]])
+        if self.how == "asks":
+            h = 2 * h if isinstance(found["each"], (tuple, list)) else h
+        return {"out": self.head(h), "each": found["each"]}
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("how", ["hands on", "asks", "looks"])
+def test_a_list_of_one_part_for_each_sample(kind, how):
+    torch.manual_seed(0)
+    model, x = Features(kind, how), torch.randn(5, WIDTH)
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=1, chunks=2, reduce={"loss": "mean"})
+    loss = pipe.step(x, loss_fn=lambda found: found["out"].square().mean())
+    expected = model(x)["out"].square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for path, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(path).grad)
+    if how == "asks":
+        with pytest.raises(fxpipe.CaptureError, match="returns a list that a submodule kept whole has made"):
+            pipe(x)
