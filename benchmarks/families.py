@@ -8,7 +8,8 @@ Each model is built with a small config, in double precision, and makes one step
 stages, in one micro-batch and in two. The loss and all gradients are compared:
 
 - right: they are the same. Of a model that computes some of it in single precision itself, up to that precision;
-- wrong: they are not;
+- mixes: they are those of each micro-batch, as a warning says, because the model mixes samples;
+- wrong: they are others;
 - refused: an error of fxpipe says what it cannot do;
 - error: any other error, or a crash;
 - hang: no answer within `--timeout` seconds;

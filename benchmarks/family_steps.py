@@ -23,7 +23,8 @@ import fxpipe
 from benchmarks.models.small_batches import Batch, batches, counted, floats, labelled, square
 from benchmarks.models.small_transformers import build, configs, seeded
 
-RIGHT, WRONG, REFUSED, ERROR, HANG, PLAIN = RESULTS = "right", "wrong", "refused", "error", "hang", "plain fails"
+RESULTS = "right", "mixes", "wrong", "refused", "error", "hang", "plain fails"
+RIGHT, MIXES, WRONG, REFUSED, ERROR, HANG, PLAIN = RESULTS
 GOLDEN = 5**0.5 / 2 - 0.5  # multiples of it are spread evenly, without their whole parts
 DOUBLE, SINGLE = (1e-7, 1e-9), (1e-4, 1e-6)  # relative and absolute; the latter, times the largest gradient
 
@@ -91,6 +92,8 @@ def results(family: Family, counts: Sequence[int]) -> Iterator[Found]:
             warnings.simplefilter("always")
             result, reason, stages, apart = plain.compared(chunks)
         said = [first_line(one.message) for one in caught if one.category.__module__.startswith("fxpipe")]
+        if result == WRONG and any(one.category is fxpipe.MixedSamplesWarning for one in caught):
+            result = MIXES
         notes = "; ".join([*([plain.notes] if plain.notes else []), *dict.fromkeys(said)])
         seconds = perf_counter() - start
         yield Found(**own, chunks=chunks, result=result, reason=reason, stages=stages, seconds=seconds, apart=apart,

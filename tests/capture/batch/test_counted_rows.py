@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,17 @@ def test_steps_are_those_of_the_model(way: str, whole: bool) -> None:
         torch.testing.assert_close(pipe(*given), model(*given))
 
 
+@cache
+def shared() -> tuple[Reader, Any]:
+    torch.manual_seed(0)
+    model = Reader().double()
+    return model, fxpipe.compile(copy.deepcopy(model), devices=2, chunks=3, batch_dim=ROWS)
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 4)), min_size=2, max_size=6), st.integers(0, 9))
 def test_any_grids(grids: list[tuple[int, int]], seed: int) -> None:
-    model, pipe = SHARED
+    model, pipe = shared()
     given = batch(tuple(grids), seed)
     is_step_of(model, pipe, token_loss(model(*given), given[0]), pipe.step(*given, target=given[0], loss_fn=token_loss))
 
@@ -229,8 +237,3 @@ def test_rows_and_back() -> None:
     made = counted("rows", rows, "counts", counts)
     assert made.places.sum(1).tolist() == [2, 0, 4]
     torch.testing.assert_close(made.together(), rows)
-
-
-torch.manual_seed(0)
-_MODEL = Reader().double()
-SHARED = _MODEL, fxpipe.compile(copy.deepcopy(_MODEL), devices=2, chunks=3, batch_dim=ROWS)

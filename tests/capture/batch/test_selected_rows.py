@@ -382,7 +382,9 @@ def test_more_values_than_places_are_refused_in_the_run() -> None:
     """The values of one sample would go to another one in the whole batch."""
     with (
         closing(fxpipe.compile(Selecting(more_than_there_are_places), 2, 3)) as pipe,
-        pytest.raises(InputError, match="a mask has .* places, and 80 values of a micro-batch's samples are put there"),
+        pytest.raises(
+            InputError, match=r"a mask has .* places, and 80 values of a micro-batch's samples are put there"
+        ),
     ):
         pipe(*batch())
     check(Selecting(more_than_there_are_places), 1).close()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from tests.capture.batch import test_counted_rows as rows
 from tests.capture.batch import test_sample_numbers_of_their_own as own
 from tests.capture.batch.test_sample_lists import Boxes, images, of_boxes, targets_of
 from tests.capture.batch.test_sample_loops import Model, each_alone, in_two
@@ -37,11 +38,24 @@ def numbers() -> Case:
     return own.Model(own.between), F.mse_loss, lambda samples: (own.batch(samples), torch.zeros(samples, 3).double())
 
 
+def counted() -> Case:
+    """Each sample has rows of its own, which another input counts."""
+
+    def batch(samples: int) -> Batch:
+        given = rows.batch(tuple((1 + at % 2, 1 + (at + samples) % 3) for at in range(samples)), samples)
+        return given, given[0]
+
+    return rows.Reader().double(), rows.token_loss, batch
+
+
+MORE: dict[Callable[[], Case], dict[str, Any]] = {counted: {"batch_dim": rows.ROWS}}
+
+
 def as_the_model(group: Any, options: Mapping[str, Any], case: Callable[[], Case]) -> None:
     """The losses and gradients of steps, of batches of several sizes in turn, with calls between them."""
     model, loss_fn, batch = case()
     plain = copy.deepcopy(model)
-    pipe = fxpipe.compile(model, group=group, timeout=60, **options)
+    pipe = fxpipe.compile(model, group=group, timeout=60, **options, **MORE.get(case, {}))
     of = dict(plain.named_parameters())
     for samples in (8, 10, 8):
         given, target = batch(samples)

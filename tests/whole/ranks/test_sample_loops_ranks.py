@@ -17,8 +17,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [(way, case) for case in ("loops", "lists", "numbers") for way in WAYS]
-QUICK = (("1f1b", "loops"), ("code", "lists"), ("1f1b", "numbers"))
+CASES = [(way, case) for case in ("loops", "lists", "numbers", "counted") for way in WAYS]
+QUICK = (("1f1b", "loops"), ("code", "lists"), ("1f1b", "numbers"), ("replicas", "counted"))
 
 
 @pytest.mark.filterwarnings("ignore:.* kept whole")
