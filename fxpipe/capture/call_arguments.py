@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.capture.twins.script_twin import forward_signature
-from fxpipe.capture.twins.untraced_lists import rows_by_counts, untraced_lists, within
+from fxpipe.capture.twins.untraced_lists import counts_of_others, rows_by_counts, untraced_lists, within
 from fxpipe.errors import InputError, did_you_mean
 from fxpipe.ir.sample_lists import BatchDim, RowCounts
 from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
@@ -349,9 +349,7 @@ def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
     if dim is None:
         return None
     if isinstance(dim, RowCounts):
-        raise InputError(
-            f"batch_dim says that {dim.name} counts the rows of {path}: name the tensor itself, by its path"
-        )
+        raise InputError(f"batch_dim says that {dim.name} counts the rows of {path}: name the tensor by its path")
     if not isinstance(dim, int):
         raise InputError(f"batch_dim says that the items of {path} are the samples, and it is a tensor here")
     if not -tensor.dim() <= dim < tensor.dim():
@@ -395,6 +393,6 @@ def common_size(tensors: Sequence[tuple[str, Tensor, int | None]]) -> int | None
         f"the inputs have no common batch size:\n{listing}\n"
         f"give as many samples of each; or write batch_dim={odd} to give an input whole to every micro-batch, or its "
         "dimension in place of None"
-        + ", or 'items' for a list whose items are the samples"
-        * any("[" in path for path in sizes)
+        + ", or 'items' for a list whose items are the samples" * any("[" in path for path in sizes)
+        + counts_of_others(tensors, common)
     )

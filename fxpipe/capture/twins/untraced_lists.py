@@ -182,6 +182,22 @@ def rows_by_counts(named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[st
     return {path: counted_rows(path, found[path], by, places[by]) for path, by in asked.items()}
 
 
+def counts_of_others(tensors: Sequence[tuple[str, Tensor, int | None]], batch: int) -> str:
+    """The end of an error about inputs without a common size: what to write where one of `batch` samples seems to count
+    the rows of another; else ""."""
+    for by, counts, _ in tensors:
+        whole = counts.dim() and not (counts.is_meta or counts.is_floating_point() or counts.is_complex())
+        if not whole or counts.shape[0] != batch:
+            continue
+        total = int(counts.reshape(batch, -1).prod(1).sum())
+        for path, tensor, dim in tensors:
+            if dim == 0 and tensor.shape[0] == total != batch:
+                return (
+                    f"; or batch_dim={{{path!r}: fxpipe.rows({by!r})}} if {by} says how many of its rows a sample has"
+                )
+    return ""
+
+
 def _by_items(one: _Found) -> bool:
     """Whether the items of a list with as many dicts as there are samples are these."""
     count = len(one.items)

@@ -196,6 +196,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         pipe(**given)
 
 
+def test_who_does_not_say_who_counts_is_told_how() -> None:
+    pipe = fxpipe.compile(Reader().double(), devices=2, chunks=2)
+    with pytest.raises(InputError, match=r"or batch_dim=\{'patches': fxpipe.rows\('grid'\)\} if grid says how many"):
+        pipe(*batch(GRIDS))
+
+
 def test_samples_with_fewer_places_than_rows_are_refused() -> None:
     """In the whole batch they would get those of others."""
     pipe = fxpipe.compile(Reader().double(), devices=2, chunks=2, batch_dim=ROWS)
