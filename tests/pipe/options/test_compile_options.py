@@ -75,7 +75,7 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"schedule": "1F1B"}, "schedule is '1F1B': write 'gpipe', .*; did you mean '1f1b'?"),
         ({"schedule": 3}, "schedule is 3: write .*, a grid such as .*, a Schedule, or a function that makes one"),
         ({"profile": "measured"}, "did you mean 'measure'?"),
-        ({"batch_dim": "0"}, "batch_dim is '0': write a dimension, or a dict of a dimension, 'items' or None by input"),
+        ({"batch_dim": "0"}, "batch_dim is '0': write a dimension, or a dict of a dimension, 'items', fxpipe.rows"),
         ({"batch_dim": {"x": "0"}}, "batch_dim is {'x': '0'}: write"),
         ({"reduce": "median"}, "reduce is 'median': write 'mean', 'sum', 'cat', or a dict of these by output"),
         ({"reduce": {"loss": "maen"}}, "reduce is {'loss': 'maen'}: write"),
