@@ -38,7 +38,7 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def call_with_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same where another input counts the rows of some."""
-    return call_model(model, with_rows(args), with_rows(kwargs))
+    return call_model(model, with_rows(args), dict(zip(kwargs, with_rows(tuple(kwargs.values())), strict=True)))
 
 
 def model_and_loss(
@@ -66,7 +66,8 @@ def model_and_loss_with_rows(
     outputs: bool,
 ) -> tuple[Any, Any]:
     """The same where another input counts the rows of some."""
-    return model_and_loss(model, with_rows(args), with_rows(kwargs), with_rows(targets), loss_fn, outputs)
+    kwargs = dict(zip(kwargs, with_rows(tuple(kwargs.values())), strict=True))
+    return model_and_loss(model, with_rows(args), kwargs, with_rows(targets), loss_fn, outputs)
 
 
 def function_for(loss: bool, batch_dim: BatchDim) -> Callable[..., Any]:

@@ -108,9 +108,20 @@ def counted(path: str, tensor: Tensor, by: str, counts: Tensor) -> CountedRows:
     return counted_rows(path, tensor, by, places_of(by, counts))
 
 
-def with_rows(nest: Any) -> Any:
-    """The nest of arguments with the tensors themselves in place of counted rows."""
-    return rebuilt(nest, lambda part: part.together() if isinstance(part, CountedRows) else None)
+def with_rows(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with the tensors themselves in place of counted rows; those without any are themselves."""
+    return tuple([rebuilt(one, _together) if _has_rows(one) else one for one in arguments])
+
+
+def _together(part: Any) -> Tensor | None:
+    return part.together() if isinstance(part, CountedRows) else None
+
+
+def _has_rows(nest: Any) -> bool:
+    if isinstance(nest, CountedRows):
+        return True
+    inside = nest.values() if type(nest) is dict else nest if type(nest) in (list, tuple) else ()
+    return any(map(_has_rows, inside))
 
 
 class SampleList(NamedTuple):

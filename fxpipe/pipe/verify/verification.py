@@ -327,6 +327,12 @@ def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, shown: Resul
             "which the plain model does not have"
         )
         return []
+    if parts and cache.call_capture.arguments.counts:
+        notes.append(
+            f"no {way} was compared: statistics and random numbers are those of micro-batches, and the plain model "
+            "cannot be given the rows of one that another input counts"
+        )
+        return []
     samples = batch_size(graph, ran.inputs)
     rows = tuple(split_sizes(samples, cache.options.chunks)) if parts else (samples,)
     if parts and len(rows) > 1:

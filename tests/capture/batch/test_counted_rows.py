@@ -178,6 +178,15 @@ def test_a_saved_pipe_counts_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(*other), model(*other))
 
 
+def test_a_call_is_verified() -> None:
+    pipe = fxpipe.compile(Reader().double(), devices=2, chunks=2, batch_dim=ROWS)
+    assert pipe.verify(*batch(GRIDS)).ok
+    model = Reader().double()
+    model.body = nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(0.1))  # type: ignore[assignment]
+    found = fxpipe.compile(model, devices=2, chunks=2, batch_dim=ROWS).verify(*batch(GRIDS))
+    assert any("cannot be given the rows of one that another input counts" in note for note in found.notes)
+
+
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another number": ({}, {"patches": torch.zeros(3, 6)}, "patches has 3 rows, and by grid the samples have 3, 4,"),
     "no such input": ({"patches": fxpipe.rows("girds")}, {}, "girds counts.*the tensors are ids, patches, grid"),
