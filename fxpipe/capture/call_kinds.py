@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -10,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.batching.mixed_samples import tell
+from fxpipe.batching.op_errors import at
 from fxpipe.capture.batch_size.batch_size_checks import check_outputs, check_sizes
 from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.tracing.dynamo import Traced
@@ -20,9 +24,10 @@ from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Call, RequestedCall
-from .capture_errors import made_of_floats, written_by_dynamo
+from .capture_errors import INSTALLED, Refused, line_of, made_of_floats, written_by_dynamo
 from .finish_graph import Finished, feed
 
+log = logging.getLogger("fxpipe")
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Sizes = Callable[[int], Sequence[int]]
 Work = Callable[[str], AbstractContextManager[None]]
@@ -58,6 +63,28 @@ class Kind:
         floats = made_of_floats(traced) if self.traced.folded else None
         if refused := written_by_dynamo(traced) or derived(traced) or floats:
             raise refused
+
+    @property
+    def failed_assertion(self) -> Refused | None:
+        """The refusal of an assertion of forward's that does not hold for the values of the inputs."""
+        node = self.traced.asserts.failed
+        if node is None:
+            return None
+        found = Refused(line_of(node, ""), "what this line asserts is not so")
+        found.steered = True
+        return found
+
+    def tell_unchecked(self, told: set[str]) -> None:
+        """Warn of the user's assertions that are no part of the graph, and not `told`; of a library's, log it."""
+        for node in self.traced.asserts.unknown:
+            line = line_of(node, "")
+            if at(line) not in told:
+                told.add(at(line))
+                text = f"{at(line)}is not checked in a pipe, as it is about values that parameters have made"
+                if line is None or re.search(INSTALLED, line.file):
+                    log.info(text)
+                else:
+                    warnings.warn(f"{text}; check what the model returns instead", stacklevel=2)
 
     @property
     def set_to(self) -> tuple[Any, ...]:

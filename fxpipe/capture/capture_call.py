@@ -109,6 +109,7 @@ class CallCapture:
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
+        self._unchecked: set[str] = set()
         self._has_set: set[str] = set()
         self._lock = threading.RLock()
 
@@ -248,6 +249,7 @@ class CallCapture:
             self.anew()
             return self._completed(request, run)
         self.pieces.tell()
+        now.kind.tell_unchecked(self._unchecked)
         return now, result
 
     def _finish(self, now: Now, result: Any, request: RequestedCall) -> Finished:
@@ -353,7 +355,7 @@ class CallCapture:
 
     def captured(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        kind, placed, read = Kind(traced), traced.placed, traced.read
+        kind, placed = Kind(traced), traced.placed
         assert placed is not None
         call_capture = weakref.ref(self)
 
@@ -363,7 +365,7 @@ class CallCapture:
             now = self._now
             assert now is not None
             now.kind, now.flat = kind, (flat := placed.flat(flat))
-            if read is not None and not read.same(now.call):
+            if not all(read.same(now.call) for read in (traced.read, traced.asserts.read) if read is not None):
                 self.ways.other_values = True
                 raise Stale
             if now.run is None or not kind.holds(now.call, self.sizes):
@@ -382,6 +384,9 @@ class CallCapture:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
         if kind.drafted is None:
             kind.check_trace()
+            failed = kind.failed_assertion
+            if failed is not None and self._diagnosed(failed, now.call, now.request) is not failed:
+                raise failed  # else the values are those of the whole batch, and sizes those of a micro-batch
             if self.transforms:
                 kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)
             owner = owner_of(self.model, self.twins)

@@ -51,7 +51,7 @@ from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, Fa
 from fxpipe.torch_internals.tracing.trace_context import TRACE_CONTEXT, guarded, translator_in, untimed_guards
 
 from .effects.recorded_runs import recorded_runs
-from .input_values import ReadValues, ValuesRead
+from .input_values import NO_ASSERTIONS, Assertions, ReadValues, ValuesRead, assertions
 from .layers.leaves import Layers, Outer, modes
 from .layers.place_layers import Placed
 from .rewriting.inline_checkpoints import inline_checkpoints
@@ -98,7 +98,7 @@ class Traced:
     - `folded`: whether numpy has made floats of plain numbers.
     - `guarded`: returns the objects that Dynamo guards; can be called once.
     - `placed`: the graph as it was traced, with its layers.
-    - `read`: the values of inputs that forward has read.
+    - `read`: the values of inputs that forward has read; `asserts`: what it asserts, which is no op.
     """
 
     module: fx.GraphModule
@@ -109,6 +109,7 @@ class Traced:
     guarded: Callable[[], list[Any]] = list
     placed: Placed | None = None
     read: ValuesRead | None = None
+    asserts: Assertions = NO_ASSERTIONS
 
 
 class Captures(Protocol):
@@ -148,13 +149,14 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
         # Not the tracing context's mode, which is another one while the backend runs.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
+        asserts = assertions(module.graph, own().input_of)
         placed = own().layers.placed(module, mode)
         names = tuple(_name(placeholders[at]) if isinstance(at, int) else "" for at in placed.places)
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         folded, read = bool(configured.floats), configured.values.of_inputs
         configured.values = ReadValues(_no_input)  # without what it has seen of the trace
         own().ways.traces_with_values += read is not None
-        return own().captured(Traced(placed.module, mode, names, boxed, folded, guarded(), placed, read))
+        return own().captured(Traced(placed.module, mode, names, boxed, folded, guarded(), placed, read, asserts))
 
     for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
         capability.need("capturing a model")

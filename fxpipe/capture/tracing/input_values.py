@@ -30,6 +30,7 @@ from .storageless_tensors import traced_sizes
 InputOf = Callable[[Tensor], Leaf | None]
 MAKERS = frozenset({"arange", "tensor", "as_tensor", "zeros", "ones", "full", "eye"})
 MOST = 256  # ops that are computed for one value
+ASSERTIONS = ("_assert_async", "_assert_scalar")  # what an `assert` about a tensor, or a `torch._check`, is in a trace
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,38 @@ class ValuesRead:
         with torch.no_grad():
             now = self.compute(*_beside(reals[path] for path in self.paths))
         return all(map(torch.equal, now, self.values))
+
+
+@dataclass(frozen=True)
+class Assertions:
+    """What a trace asserts.
+
+    - `read`: the values of inputs that this is about; None if there are none.
+    - `failed`: an assertion that does not hold for these; `unknown`: those about other values.
+    """
+
+    read: ValuesRead | None = None
+    failed: fx.Node | None = None
+    unknown: tuple[fx.Node, ...] = ()
+
+
+NO_ASSERTIONS = Assertions()
+
+
+def assertions(graph: fx.Graph, input_of: InputOf) -> Assertions:
+    """The user's assertions in a trace."""
+    values, failed, unknown = ReadValues(input_of), [], []
+    for node in graph.nodes:
+        if not _asserts(node) or "source_fn_stack" not in node.meta:  # the others are torch's own
+            continue
+        of = node.args[0]
+        of = of.args[0] if isinstance(of, fx.Node) and of.target == "item" else of
+        found = values.value(of, truth=True) if isinstance(of, fx.Node) else None
+        if found is None:
+            unknown.append(node)
+        elif not found:
+            failed.append(node)
+    return Assertions(values.of_inputs, failed[0] if failed else None, tuple(unknown))
 
 
 class ReadValues:
@@ -201,6 +234,10 @@ def _is_number(value: Any) -> bool:
     return value is not None and next(tensors_in(value), None) is None
 
 
+def _asserts(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "").partition(".")[0] in ASSERTIONS
+
+
 def _writers(needed: Mapping[fx.Node, Any], graph: fx.Graph) -> set[fx.Node]:
     """The ops of the graph that write, or may write, into the memory of what is needed."""
     held = {key for node in needed for key in memory(_example(node))}
@@ -209,7 +246,8 @@ def _writers(needed: Mapping[fx.Node, Any], graph: fx.Graph) -> set[fx.Node]:
         ran: Ran | None = node.meta.get(RAN)
         if ran is not None and not held.isdisjoint(ran.written):
             found.add(node)
-        unknown = ran is None and node.op not in ("placeholder", "output") and not _is_number(_example(node))
+        idle = node.op in ("placeholder", "output") or _is_number(_example(node)) or _asserts(node)
+        unknown = ran is None and not idle
         reads = node.all_input_nodes[: 1 if node.target is operator.setitem else None]
         if unknown and not held.isdisjoint(key for read in reads for key in memory(_example(read))):
             found.add(node)

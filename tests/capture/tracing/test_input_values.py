@@ -239,6 +239,63 @@ def test_the_models_exception_is_raised_with_the_real_values() -> None:
     pipe.close()
 
 
+def asserts(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    assert (labels < 20).all(), "labels are below 20"
+    return x
+
+
+def asserts_of_the_batch(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Which is not so of a micro-batch alone."""
+    assert labels.ne(25).sum() == labels.shape[0] * labels.shape[1], "labels are below 20"
+    return x
+
+
+def torch_checks(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    torch._check(bool((labels < 20).all().item()), lambda: "labels are below 20")
+    return x
+
+
+def asserts_behind_a_write(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    shown = labels.clone()
+    shown[:, 0] = 1
+    assert (shown < 20).all(), "labels are below 20"
+    return x
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(
+    "look",
+    [asserts, asserts_of_the_batch, torch_checks, asserts_behind_a_write],
+    ids=lambda look: look.__name__,
+)
+def test_assertions_about_inputs_are_checked(look: Callable[..., Tensor], chunks: int) -> None:
+    """Before and after a call in which they hold."""
+    model, wrong = Tokens(look), IDS.clone()
+    wrong[7, 2] = 25  # in the last micro-batch
+    pipe = fxpipe.compile(model, devices=2, chunks=chunks)
+    for _ in range(2):
+        with pytest.raises((AssertionError, RuntimeError), match="labels are below 20"):
+            pipe.step(IDS, wrong, ONES)
+        check(model, pipe, IDS, IDS, ONES)
+    pipe.close()
+
+
+def test_an_assertion_about_what_parameters_have_made_is_said_not_to_be_checked() -> None:
+    def look(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        assert (x == x).all(), "not a number"
+        return x
+
+    model = Tokens(look)
+    pipe = fxpipe.compile(model, devices=2, chunks=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            check(model, pipe, IDS, IDS, ONES)
+    (said,) = (str(one.message) for one in told)
+    assert 'assert (x == x).all(), "not a number"\nis not checked in a pipe' in said
+    pipe.close()
+
+
 def test_a_written_value_is_read_anew_in_each_call() -> None:
     """The copies are written, and never what the user has given."""
     model = Tokens(written_between)
