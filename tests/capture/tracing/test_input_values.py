@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.ir.graph.opaque_call import opaques
+from tests.helpers import asserting
 from tests.helpers.marks import mostly_slow
 
 
@@ -239,33 +240,10 @@ def test_the_models_exception_is_raised_with_the_real_values() -> None:
     pipe.close()
 
 
-def asserts(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    assert (labels < 20).all(), "labels are below 20"
-    return x
-
-
-def asserts_of_the_batch(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Which is not so of a micro-batch alone."""
-    assert labels.ne(25).sum() == labels.shape[0] * labels.shape[1], "labels are below 20"
-    return x
-
-
-def torch_checks(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    torch._check(bool((labels < 20).all().item()), lambda: "labels are below 20")
-    return x
-
-
-def asserts_behind_a_write(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    shown = labels.clone()
-    shown[:, 0] = 1
-    assert (shown < 20).all(), "labels are below 20"
-    return x
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(
     "look",
-    [asserts, asserts_of_the_batch, torch_checks, asserts_behind_a_write],
+    [asserting.about_labels, asserting.about_the_batch, asserting.by_a_check, asserting.behind_a_write],
     ids=lambda look: look.__name__,
 )
 def test_assertions_about_inputs_are_checked(look: Callable[..., Tensor], chunks: int) -> None:
@@ -281,11 +259,7 @@ def test_assertions_about_inputs_are_checked(look: Callable[..., Tensor], chunks
 
 
 def test_an_assertion_about_what_parameters_have_made_is_said_not_to_be_checked() -> None:
-    def look(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        assert (x == x).all(), "not a number"
-        return x
-
-    model = Tokens(look)
+    model = Tokens(asserting.about_numbers)
     pipe = fxpipe.compile(model, devices=2, chunks=2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
