@@ -5,7 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class Layers(nn.Module):
+    """Equal layers, each of which asserts something about an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        assert (mask > 0).all(), "masks are positive"
+        made: Tensor = self.down(torch.tanh(self.up(x))) * mask
+        return x + made
 
 
 def about_labels(self: Any, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def assertions(graph: fx.Graph, input_of: InputOf) -> Assertions:
     """The user's assertions in a trace."""
     values, failed, unknown = ReadValues(input_of), [], []
     for node in graph.nodes:
-        if not _asserts(node) or "source_fn_stack" not in node.meta:  # the others are torch's own
+        if not is_assertion(node):
             continue
         of = node.args[0]
         of = of.args[0] if isinstance(of, fx.Node) and of.target == "item" else of
@@ -232,6 +232,11 @@ def _is_maker(node: fx.Node) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether a value has no tensor: a number, or several."""
     return value is not None and next(tensors_in(value), None) is None
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether a node is an assertion of the user's, and none that torch has added."""
+    return _asserts(node) and "source_fn_stack" in node.meta
 
 
 def _asserts(node: fx.Node) -> bool:

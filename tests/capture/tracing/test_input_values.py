@@ -258,6 +258,16 @@ def test_assertions_about_inputs_are_checked(look: Callable[..., Tensor], chunks
     pipe.close()
 
 
+def test_assertions_in_layers_are_checked() -> None:
+    """Which are captured once for all, if they assert nothing."""
+    model, x, mask = asserting.Layers(), torch.randn(6, 4), torch.ones(6, 1)
+    pipe = fxpipe.compile(model, devices=2, chunks=2)
+    torch.testing.assert_close(pipe(x, mask), model(x, mask))
+    with pytest.raises(AssertionError, match="masks are positive"):
+        pipe(x, mask - torch.eye(6)[:, 5:])
+    pipe.close()
+
+
 def test_an_assertion_about_what_parameters_have_made_is_said_not_to_be_checked() -> None:
     model = Tokens(asserting.about_numbers)
     pipe = fxpipe.compile(model, devices=2, chunks=2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.capture.tracing.effects.recorded_runs import RAN
+from fxpipe.capture.tracing.input_values import is_assertion
 from fxpipe.capture.tracing.storageless_tensors import like_traced
 from fxpipe.torch_internals.compiling.compiled_code import CompiledCode, compiled_for, forget_with
 from fxpipe.torch_internals.compiling.compiler import compiled, settings
@@ -238,13 +239,16 @@ def _expression(size: Any) -> Any:
 
 
 def _check(module: fx.GraphModule) -> None:
-    """Raises NoLeaf for a graph that is not put in place: with a graph inside, or sizes that depend on data."""
+    """Raises NoLeaf for a graph that is not put in place: with a graph inside, an assertion, which is checked where the
+    values of inputs are known, or sizes that depend on data."""
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         plain = node.op == "call_method" or (node.op == "call_function" and not hasattr(node.target, "piece"))
         if not plain or isinstance(node.target, HigherOrderOperator):
             raise NoLeaf("it has a graph inside, or a part that is kept whole")
+        if is_assertion(node):
+            raise NoLeaf("it asserts something")
         value = node.meta.get("example_value")
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and depends_on_data(item):
