@@ -43,7 +43,7 @@ def call_functions(graph: Graph) -> tuple[tuple[Statement, ...], frozenset[str],
     accesses = {item.path: reached[item.name] for item in graph.inputs if item.name in reached}
     checks = (statement for part in _parts(names) for statement in _check(part, accesses))
     needed = modules | {module for group in names for _, found in group for module in _modules(found)}
-    return (_inputs(graph, names, checks), BLANK, BLANK, result), frozenset(needed), f"({call})"
+    return (_inputs(graph, names, reached, checks), BLANK, BLANK, result), frozenset(needed), f"({call})"
 
 
 _Arguments = tuple[
@@ -74,7 +74,8 @@ def _parameter(name: str) -> str:
     return name if spells(name) else identifier(name)
 
 
-def _inputs(graph: Graph, names: _Arguments, checks: Iterable[Statement]) -> Statement:
+def _inputs(graph: Graph, names: _Arguments, reached: Mapping[str, str], checks: Iterable[Statement]) -> Statement:
+    """`reached`: the expressions that reach the inputs, by name."""
     positional, named = names
     optional = len(positional)
     while optional and not any(True for _ in refs(positional[optional - 1][1])):
@@ -82,9 +83,8 @@ def _inputs(graph: Graph, names: _Arguments, checks: Iterable[Statement]) -> Sta
     parameters = [name if at < optional else _with_default(name, was) for at, (name, was) in enumerate(positional)]
     parameters += ["*"] if named else []
     parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
-    found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
     unknown = unreachable(graph)
-    given = tuple(found.get(item.name, "") for item in graph.inputs if item.path)
+    given = tuple(reached.get(item.name, "") for item in graph.inputs if item.path)
     bare = len(given) > 1
     returned: Statement = Brackets("return ", given, "", "bare") if bare else prefix("return ", tuple_of(given))
     if unknown:

@@ -153,7 +153,7 @@ def compile(
       a batch that is no multiple of it raises InputError. Or a function of the captured graph and its sizes for one
       micro-batch, such as {"b": 8}, that returns a `fxpipe.ir.operators.placed_graph.Placed`, which has a device for
       each op.
-    - `profile`: "estimate" (from FLOPs and bytes), "measure" (times each op), or a `Profile` made before.
+    - `profile`: "estimate" (FLOPs and bytes; runs nothing), "measure" (times each op), or a `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict from names of arguments (or "target", that of
       a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; others are cut
       along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is one of them. "items"

@@ -70,14 +70,14 @@ class Kind:
         node = self.traced.asserts.failed
         if node is None:
             return None
-        found = Refused(line_of(node, ""), "what this line asserts is not so")
+        found = Refused(line_of(node), "what this line asserts is not so")
         found.steered = True
         return found
 
     def tell_unchecked(self, told: set[str]) -> None:
         """Warn of the user's assertions that are no part of the graph, and not `told`; of a library's, log it."""
         for node in self.traced.asserts.unknown:
-            line = line_of(node, "")
+            line = line_of(node)
             if at(line) not in told:
                 told.add(at(line))
                 text = f"{at(line)}is not checked in a pipe, as it is about values that parameters have made"

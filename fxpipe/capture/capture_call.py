@@ -99,7 +99,7 @@ class CallCapture:
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.layers = Layers()
-        function = function_for(loss, self.arguments.batch_dim)
+        function = function_for(loss, self.arguments.counts)
         self._another_way = partial(another_way, self.pieces, function)
         self.ways = Ways()
         # Weak, because torch keeps every backend alive, and with it would keep the model.

@@ -21,7 +21,7 @@ from fxpipe.capture.twins.twin import Roots
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Ref
 from fxpipe.ir.graph.value_types import TensorType, ValueType
-from fxpipe.ir.sample_lists import BatchDim, RowCounts, with_rows
+from fxpipe.ir.sample_lists import with_rows
 
 from .nested_values import parts_of, spelled
 
@@ -38,7 +38,7 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def call_with_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same where another input counts the rows of some."""
-    return call_model(model, with_rows(args), dict(zip(kwargs, with_rows(tuple(kwargs.values())), strict=True)))
+    return call_model(model, with_rows(args), with_rows(kwargs))
 
 
 def model_and_loss(
@@ -65,15 +65,15 @@ def model_and_loss_with_rows(
     loss_fn: Callable[..., Any] | None,
     outputs: bool,
 ) -> tuple[Any, Any]:
-    """The same where another input counts the rows of some."""
-    kwargs = dict(zip(kwargs, with_rows(tuple(kwargs.values())), strict=True))
-    return model_and_loss(model, with_rows(args), kwargs, with_rows(targets), loss_fn, outputs)
+    """The same where another input counts the rows of some. Its parameters are not `*rest`: Dynamo names the values in
+    them by these names, as `path_of` reads them."""
+    return model_and_loss(model, with_rows(args), with_rows(kwargs), with_rows(targets), loss_fn, outputs)
 
 
-def function_for(loss: bool, batch_dim: BatchDim) -> Callable[..., Any]:
+def function_for(loss: bool, counted: bool) -> Callable[..., Any]:
     """The function that is captured: a plain function of the model, args, kwargs, and the other fields of a
-    `RequestedCall`, which uses its arguments and the globals of its module alone."""
-    counted = not isinstance(batch_dim, int) and any(isinstance(dim, RowCounts) for dim in batch_dim.values())
+    `RequestedCall`, which uses its arguments and the globals of its module alone. `counted`: whether inputs count the
+    rows of others."""
     if loss:
         return model_and_loss_with_rows if counted else model_and_loss
     return call_with_rows if counted else call_model

@@ -108,13 +108,16 @@ def counted(path: str, tensor: Tensor, by: str, counts: Tensor) -> CountedRows:
     return counted_rows(path, tensor, by, places_of(by, counts))
 
 
-def with_rows(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments with the tensors themselves in place of counted rows; those without any are themselves."""
-    return tuple([rebuilt(one, _together) if _has_rows(one) else one for one in arguments])
-
-
-def _together(part: Any) -> Tensor | None:
-    return part.together() if isinstance(part, CountedRows) else None
+def with_rows(nest: Any) -> Any:
+    """The nest of arguments with the tensors themselves in place of counted rows. Parts without any are themselves, as
+    forward may change them."""
+    if isinstance(nest, CountedRows):
+        return nest.together()
+    if not _has_rows(nest):
+        return nest
+    if type(nest) is dict:
+        return {key: with_rows(part) for key, part in nest.items()}
+    return type(nest)([with_rows(part) for part in nest])
 
 
 def _has_rows(nest: Any) -> bool:

@@ -11,7 +11,7 @@ run tells, so the mask is checked in each micro-batch:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fxpipe.batching.batch_dimension import follow
@@ -25,22 +25,22 @@ from fxpipe.runtime.microbatch import checked_places
 
 def with_checked_places(graph: Graph) -> Graph:
     """The graph with a check before each op that puts rows where a mask is true that has not selected them."""
-    while any(op_name(op) in PUTS for op in graph.ops):
-        errors = [error for error in follow(graph).mixed.values() if isinstance(error, Mixes) and error.in_order]
-        masks = {error.op.name: mask_of(error.op, graph.types) or "" for error in errors}
-        found = next((op for op in graph.ops if op.name in masks and op.args[1:2] == (Ref(masks[op.name]),)), None)
-        if found is None:
-            return graph
-        graph = replace(graph, ops=tuple(_with_check(graph, found)))
-    return graph
+    types = graph.types
+    if not any(op_name(op) in PUTS and mask_of(op, types) is not None for op in graph.ops):
+        return graph
+    ops = [error.op for error in follow(graph).mixed.values() if isinstance(error, Mixes) and error.in_order]
+    masks = {op.name: mask for op in ops if (mask := mask_of(op, types)) and op.args[1:2] == (Ref(mask),)}
+    if not masks:
+        return graph
+    checked = tuple(_with_checks(graph, masks))
+    return with_checked_places(replace(graph, ops=checked))  # what reads these was taken to be mixed as they were
 
 
-def _with_check(graph: Graph, at: Op) -> Iterator[Op]:
+def _with_checks(graph: Graph, masks: Mapping[str, str]) -> Iterator[Op]:
+    names = Names(graph.types)
     for op in graph.ops:
-        if op is at:
-            mask = mask_of(op, graph.types)
-            assert mask is not None
-            name = Names(graph.types)("places")
+        if op.name in masks:
+            mask, name = masks[op.name], names("places")
             whole = op.args[0] if op_name(op) == "masked_scatter" else None
             args = (Ref(mask), op.args[2], whole)
             yield Op(name, checked_places, args, {}, graph.types[mask], op.origin, op.regions)

@@ -122,7 +122,7 @@ class ReadValues:
         try:
             for one in node.graph.nodes:
                 if one in needed and one not in values:
-                    self._compute(one, needed, values, copies, bool(writers))
+                    self._compute(one, needed, values, copies)
         except Exception:  # the model's own, which Dynamo reports with its line
             return None
         made = values[node]
@@ -168,21 +168,21 @@ class ReadValues:
         needed: Mapping[fx.Node, fx.Node | None],
         values: dict[fx.Node, Any],
         copies: dict[fx.Node, fx.Node],
-        written: bool,
     ) -> None:
-        """Add the value of one node, of which all before are known. `written`: inputs are copied, for ops write."""
+        """Add the value of one node, of which all before are known. Inputs are copied if the values are for one time,
+        as ops write into them."""
         owner = needed[node]
         leaf = self._leaf(node) if node.op == "placeholder" else None
         if leaf is not None:
             copies[node] = self._graph.placeholder(f"input_{len(self._paths)}")
             self._paths.append(leaf.path)
             values[node] = next(_beside([leaf.real]))
-            if written:
+            if values is not self._values:
                 copies[node], values[node] = self._graph.call_method("clone", (copies[node],)), values[node].clone()
             return
         if owner is not None:
             if owner not in values:
-                self._compute(owner, needed, values, copies, written)
+                self._compute(owner, needed, values, copies)
             _, dim = size_source(node)
             copies[node] = self._graph.call_method("size", (copies[owner], dim))
             values[node] = values[owner].shape[dim]

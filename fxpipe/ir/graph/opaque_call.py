@@ -202,7 +202,7 @@ class Opaque:
             result = self.module.forward(*args, **kwargs)
         if versions != _versions(given):
             raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
-        found = leaves(result, frozenset() if promise is None else promise.without)
+        found = leaves(result, () if promise is None else promise.without)
         if promise is not None:
             self._check(promise, found, given)
         memory = {address for x in (*tensors, *given) for address in addresses(x)}

@@ -13,12 +13,13 @@ from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.ir.sample_lists import CountedRows, SampleList, packed
-from fxpipe.ir.sample_lists import counted as count_rows
+from fxpipe.ir.sample_lists import CountedRows, SampleList, counted, packed
 from fxpipe.profiling import measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
 
 from .build import Build
+
+Pairs = list[tuple[Struct, Any]]  # of a template and the value at its place
 
 
 def kind_of(graph: Graph, training: bool, sizes: Mapping[str, int] | None) -> tuple[Any, ...]:
@@ -97,32 +98,32 @@ def measured(
 def bound(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the graph's inputs in a call, by name."""
     found: dict[str, Any] = {}
-    counted_inputs: list[tuple[Struct, Any]] = []
-    match(graph.call, (args, kwargs), found, counted_inputs)
+    with_counts: Pairs = []
+    match(graph.call, (args, kwargs), found, with_counts)
     names = {item.path: item.name for item in graph.inputs}
-    for template, value in counted_inputs:
+    for template, value in with_counts:
         values, places, by = (part for _, part in template.fields)
-        made = count_rows(values.name, value, by, found[names[by]])
+        made = counted(values.name, value, by, found[names[by]])
         found |= {values.name: made.values, places.name: made.places}
     return found
 
 
-def match(template: Any, value: Any, found: dict[str, Any], counted: list[tuple[Struct, Any]] | None = None) -> None:
+def match(template: Any, value: Any, found: dict[str, Any], with_counts: Pairs | None = None) -> None:
     """Store in `found`, by name, the part of `value` at the place of each `Ref` in the template. Rows that another
-    input counts are added to `counted`, with their template."""
+    input counts are added to `with_counts`, with their template."""
     if isinstance(template, Ref):
         found.setdefault(template.name, value)
     elif isinstance(template, Struct) and template.cls is SampleList:
         match(template.fields[0][1], packed("a list", value), found)
     elif isinstance(template, Struct) and template.cls is CountedRows:
-        if counted is not None:
-            counted.append((template, value))
+        if with_counts is not None:
+            with_counts.append((template, value))
     elif isinstance(template, Struct):
         for name, part in template.fields:
-            match(part, getattr(value, name), found, counted)
+            match(part, getattr(value, name), found, with_counts)
     elif isinstance(template, (tuple, list)):
         for part, piece in zip(template, value, strict=True):
-            match(part, piece, found, counted)
+            match(part, piece, found, with_counts)
     elif isinstance(template, Mapping):
         for key, part in template.items():
-            match(part, value[key], found, counted)
+            match(part, value[key], found, with_counts)

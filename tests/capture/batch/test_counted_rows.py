@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import InputError, MixedSamplesWarning
 from fxpipe.ir.sample_lists import counted
+from tests.capture.batch.test_sample_lists import is_step_of
 from tests.helpers.marks import mostly_slow
 
 IMAGE, LENGTH = 0, 9
@@ -65,16 +66,6 @@ def batch(grids: tuple[tuple[int, int], ...], seed: int = 0) -> tuple[Tensor, Te
 
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), (ids % 5).flatten())
-
-
-def is_step_of(model: nn.Module, pipe: Any, expected: Tensor, found: Tensor) -> None:
-    model.zero_grad()
-    expected.backward()
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
-    of = dict(model.named_parameters())
-    for path, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, of[path].grad, rtol=1e-9, atol=1e-12, msg=path)
-    pipe.zero_grad()
 
 
 @pytest.fixture(autouse=True)
