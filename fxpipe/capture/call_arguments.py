@@ -96,7 +96,7 @@ class Call(NamedTuple):
     - `names`: the name of each argument.
     - `target`: the target by its name, if there is one.
     - `objects`: the user's own objects among the arguments.
-    - `lists`: whether lists whose items are the samples are among them.
+    - `lists`: the paths of lists whose items are the samples.
     """
 
     args: tuple[Any, ...]
@@ -109,7 +109,7 @@ class Call(NamedTuple):
     target: Mapping[str, Any]
     rest: tuple[Any, ...] = ()
     objects: ArgumentObjects = NO_OBJECTS
-    lists: bool = False
+    lists: tuple[str, ...] = ()
 
 
 class Arguments:
@@ -227,7 +227,7 @@ class Arguments:
         given = (new, new_kwargs) if request.targets is None else (new, new_kwargs, aims)
         target = dict(zip((self.target,), aims, strict=False))
         objects.begin()
-        return Call(new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects, bool(lists))
+        return Call(new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects, (*lists,))
 
     def twin(
         self,

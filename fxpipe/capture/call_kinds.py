@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxpipe.batching.mixed_samples import tell
 from fxpipe.batching.op_errors import at
 from fxpipe.capture.batch_size.batch_size_checks import check_outputs, check_sizes
+from fxpipe.capture.opaque.compared_types import compared_type
 from fxpipe.capture.opaque.derivatives import derived
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
@@ -57,11 +58,15 @@ class Kind:
     rows: frozenset[int] = frozenset()
     fits: set[int | None] = field(default_factory=set)
 
-    def check_trace(self) -> None:
-        """Raise Refused if an op was traced that runs inside of Dynamo only, or that a stage does not run."""
+    def check_trace(self, now: Now, kept: Container[int]) -> None:
+        """Raise Refused if an op was traced that runs inside of Dynamo only, or that a stage does not run; or what
+        stands for a list led elsewhere than it, in a submodule that is not kept whole."""
         traced = self.traced.module.graph
         floats = made_of_floats(traced) if self.traced.folded else None
         if refused := written_by_dynamo(traced) or derived(traced) or floats:
+            raise refused
+        call = now.call
+        if call.lists and (refused := compared_type(now.twins, kept, call.rest, call.lists)):
             raise refused
 
     @property

@@ -293,7 +293,7 @@ class CallCapture:
         call = self.arguments.call(request, self.assumed, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
         now = Now(call, request, self.twins, run, beside[: len(request.rest)], beside[len(request.rest) :])
-        self.pieces.lists = call.lists
+        self.pieces.lists = bool(call.lists)
         self._now, before = now, self._now
         self.ways.other_values = done = False
         try:
@@ -383,7 +383,7 @@ class CallCapture:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
         if kind.drafted is None:
-            kind.check_trace()
+            kind.check_trace(now, self.pieces.of)
             failed = kind.failed_assertion
             if failed is not None and self._diagnosed(failed, now.call, now.request) is not failed:
                 raise failed  # else the values are those of the whole batch, and sizes those of a micro-batch

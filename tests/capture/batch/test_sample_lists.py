@@ -248,6 +248,37 @@ def test_what_forward_asks_of_a_list_is_true(name: str) -> None:
     is_step_of(model, pipe, model(x, labels)["loss"], pipe.step(x, labels=labels))
 
 
+def sum_of_type(h: Tensor, labels: Any) -> Tensor:
+    return h.sum() * 2 if type(labels) is list else h.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*is kept whole")
+def test_what_compares_its_type_is_kept_whole() -> None:
+    class Doubles(nn.Module):
+        def forward(self, h: Tensor, found: Any) -> Tensor:
+            return 2 * h if type(found) in (list, tuple) else h
+
+    class Inside(WithLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubles = Doubles()
+
+        def forward(self, x: Tensor, found: Any = None) -> dict[str, Tensor]:
+            return super().forward(self.doubles(x, found), found)
+
+    class AtTop(WithLoss):
+        def forward(self, x: Tensor, labels: Any = None) -> dict[str, Tensor]:
+            return super().forward(x if type(x) is list else 2 * x if list is type(labels) else x, labels)
+
+    x, labels = images(4), targets_of((1, 2, 3, 1))
+    for model, name in ((Inside().double(), "found"), (AtTop().double(), "labels")):
+        pipe = fxpipe.compile(copy.deepcopy(model), devices=1, chunks=2, reduce={"loss": "mean"})
+        is_step_of(model, pipe, model(x, labels)["loss"], pipe.step(x, **{name: labels}))
+    boxes = Boxes().double()
+    pipe = fxpipe.compile(copy.deepcopy(boxes), devices=1, chunks=2, reduce="sum")
+    is_step_of(boxes, pipe, sum_of_type(boxes(x), labels), pipe.step(x, target=labels, loss_fn=sum_of_type))
+
+
 def test_a_saved_pipe_takes_lists(tmp_path: Path) -> None:
     model = WithLoss().double()
     pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=2, reduce={"loss": "mean"})
