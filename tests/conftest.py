@@ -89,10 +89,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow and long tests are there only when asked for by `-m`; `--part` leaves a part of all. Tests that need a GPU
-    say so where there is none."""
+    """Slow and long tests are there only when asked for by `-m`, as those of NCCL are all; `--part` leaves a part of
+    all. Tests that need a GPU say so where there is none."""
     asked = config.getoption("-m")
     marks = {item: next(filter(item.get_closest_marker, ("long", "slow")), "") for item in items}
+    if "nccl" in asked:
+        marks |= {item: "" for item in items if item.get_closest_marker("nccl")}
     part, parts = map(int, config.getoption("--part").split("/"))
     in_part = {item: crc32(item.nodeid.encode()) % parts == part % parts for item in items}
     wanted = {item: mark in asked and in_part[item] for item, mark in marks.items()}

@@ -28,7 +28,7 @@ from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.runtime.accelerator import count, is_here
 from fxpipe.runtime.stage import sources_of
-from fxpipe.torch_internals.moved_tensors import become, can_share_memory
+from fxpipe.torch_internals.moved_tensors import move_to
 
 
 class _Uncached(SourceFileLoader):
@@ -182,9 +182,9 @@ def bound_stages(
             if path in stay:
                 continue
             if path not in sources[at]:
-                _move(tensors[path], device)
+                move_to(tensors[path], device)
             elif here is not None:  # in one process, a tensor whose parts are on several devices stays where it is
-                _move(tensors[sources[at][path]], device)
+                move_to(tensors[sources[at][path]], device)
         stages.append(kind(tensors, held, device, submodules))
     whole = stages.pop(len(devices)) if totals else None
     return stages, whole
@@ -247,19 +247,3 @@ def _load_constants(module: ModuleType) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise PackageError(f"{path} holds a {type(loaded).__name__}, no tensors by name; save the package anew")
     return loaded
-
-
-def _move(tensor: Tensor, device: torch.device) -> None:
-    """Move a tensor in place: optimizers, hooks and the user's variables refer to the same object as before."""
-    if tensor.device == device:
-        return
-    data, grad = tensor.data.to(device), tensor.grad
-    if can_share_memory(tensor, data):
-        tensor.data = data
-        if grad is not None:
-            grad.data = grad.data.to(device)
-        return
-    # To and from devices that are not torch's own, two tensor objects exchange what they hold, and weak references, as
-    # nn.LSTM has to its weights, refer to what has moved.
-    become(tensor, data.requires_grad_(tensor.requires_grad))
-    tensor.grad = None if grad is None else grad.to(device)

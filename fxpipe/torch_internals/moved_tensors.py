@@ -22,16 +22,32 @@ EXCHANGE = Capability(
 OWN_DEVICES = ("cpu", "cuda")
 
 
-def can_share_memory(tensor: Tensor, data: Tensor) -> bool:
-    """Whether `tensor.data = data` is allowed."""
-    if SAME_KIND.there:
-        return bool(torch._has_compatible_shallow_copy_type(tensor, data))
-    return tensor.device.type in OWN_DEVICES and data.device.type in OWN_DEVICES
+def move_to(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor in place: optimizers, hooks and the user's variables refer to the same object as before."""
+    if tensor.device == device:
+        return
+    grad = tensor.grad
+    set_data(tensor, tensor.data.to(device))
+    if grad is not None:
+        set_data(grad, grad.data.to(device))
+        tensor.grad = grad
 
 
-def become(tensor: Tensor, data: Tensor) -> None:
-    """Let `tensor` be what `data` is, on whatever device. Raises RuntimeError."""
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Let `tensor` have the values of `data`, on its device, for all who refer to the tensor. To and from devices that
+    are not torch's own it has no gradient then."""
+    if _is_one_kind(tensor, data):
+        tensor.data = data
+        return
+    # Two tensor objects exchange what they hold, and weak references, as nn.LSTM has to its weights, refer to the new.
+    data.requires_grad_(tensor.requires_grad)
     if EXCHANGE.there:
         torch._C._swap_tensor_impl(tensor, data)
     else:
         torch.utils.swap_tensors(tensor, data)  # type: ignore[no-untyped-call]
+
+
+def _is_one_kind(tensor: Tensor, data: Tensor) -> bool:
+    if SAME_KIND.there:
+        return bool(torch._has_compatible_shallow_copy_type(tensor, data))
+    return tensor.device.type in OWN_DEVICES and data.device.type in OWN_DEVICES

@@ -132,6 +132,12 @@ def device_module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "current_device": torch.accelerator.current_device_index,
+        "set_device": torch.accelerator.set_device_index,
+        "device": lambda device: torch.accelerator.device_index(index_of(device)),
+        "Stream": lambda priority=0: torch.Stream(torch.device(KIND, index_of())),
+        "Event": torch.Event,
+        "current_stream": torch.accelerator.current_stream,
+        "stream": lambda stream: stream,  # which is a context
         "get_rng_state": lambda device=None: generators[index_of(device)].get_state(),
         "set_rng_state": lambda state, device=None: generators[index_of(device)].set_state(state),
         "manual_seed_all": manual_seed_all,

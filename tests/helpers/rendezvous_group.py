@@ -321,12 +321,13 @@ class RendezvousGroup(Collectives):
             communicator.close()
 
 
-def register() -> None:
-    """Make both modes known to torch.distributed, in this process."""
+def register(devices: Sequence[str] = ("cpu",)) -> None:
+    """Make both modes known to torch.distributed, in this process, for tensors on such devices, whose memory the host
+    can read."""
     for name, eager in ((LAZY, False), (EAGER, True)):
         if name not in dist.Backend.backend_list:
 
             def make(store: Any, rank: int, size: int, timeout: timedelta, eager: bool = eager) -> RendezvousGroup:
                 return RendezvousGroup(store, rank, size, timeout, eager)
 
-            dist.Backend.register_backend(name, make, devices=["cpu"])
+            dist.Backend.register_backend(name, make, devices=list(devices))

@@ -22,6 +22,7 @@ from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.pipe.libraries.own_methods import own_attribute
 from fxpipe.pipe.processes import Tensors
 from fxpipe.torch_internals.gradient_norms import allow_norms_of, refuse_norms_of
+from fxpipe.torch_internals.moved_tensors import move_to
 
 from .parallelize import fill
 from .ranks import Ranks
@@ -122,12 +123,16 @@ class RankTensors(Tensors):
 
     def release_others(self) -> None:
         """Let go of the tensors that belong to other ranks, once it is decided which do, and this rank has values for
-        its own."""
+        its own, which move to its device: also those that the first call does not use here, as a replica's are in a
+        call without backward. An optimizer's state is loaded to where its parameters are."""
         tensors, labels = tensors_of(self.model), self.ranks.world.labels
         groups, own = self.replica_groups(tensors), self.held()
         if groups is None or any(tensor.is_meta for tensor in own.values()):
             return
         self.known = self.known or frozenset(tensors)
+        for path, tensor in own.items():
+            if id(tensors[path]) in groups and not isinstance(tensor, DTensor):
+                move_to(tensor, self.ranks.world.device)
 
         def where(path: str) -> str:
             ranks = [labels.index(label) for label in groups.get(id(tensors[path]), labels[LEADER : LEADER + 1])]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fxpipe.capture.tracing.storageless_tensors import hollow, without_memory
 from fxpipe.errors import ReleasedError
 from fxpipe.torch_internals.gradient_norms import allow_norms_of
+from fxpipe.torch_internals.moved_tensors import set_data
 
 from .torch_clipping import refuse_partial
 
@@ -170,5 +171,5 @@ def restored(tensor: Tensor, value: Tensor) -> Tensor:
         del tensor._place
         plain: Any = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         tensor.__class__ = plain
-    tensor.data = value.detach()
+    set_data(tensor, value.detach())
     return tensor

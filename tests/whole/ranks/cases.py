@@ -84,7 +84,8 @@ def step_over(group: Any, model: nn.Module, own: Own, call: Any, seed: int, step
     buffers = {name: b.clone() for name, b in model.named_buffers() if id(b) in mine}
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     gradients |= {f"value of {name}": p.detach().clone() for name, p in model.named_parameters() if id(p) in mine}
-    part = Result(output, gradients, buffers), [leaf.grad for leaf in leaves]
+    shown, inputs = on_cpu(((output, gradients, buffers), [leaf.grad for leaf in leaves]))
+    part = Result(*shown), inputs
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, part, group)
     if dist.get_rank(group):
@@ -100,8 +101,12 @@ def step_over(group: Any, model: nn.Module, own: Own, call: Any, seed: int, step
         all_gradients[f"input {index}"] = some[0] if some else None
     all_buffers = {name: value for result, _ in parts for name, value in result.buffers.items()}
     for result, _ in parts[1:]:
-        assert_same(Result(result.output, {}, {}), Result(output, {}, {}), 0)
-    return Result(output, all_gradients, {name: all_buffers[name] for name, _ in model.named_buffers()})
+        assert_same(Result(result.output, {}, {}), Result(parts[0][0].output, {}, {}), 0)
+    return Result(parts[0][0].output, all_gradients, {name: all_buffers[name] for name, _ in model.named_buffers()})
+
+
+def on_cpu(nest: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.cpu(), nest)
 
 
 def compare(group: Any, got: Result | None, wanted: Callable[[], Result], tol: float = 1e-9) -> None:
@@ -319,7 +324,7 @@ def differ(group: Any) -> None:
             pipe.step(x, target=y, loss_fn=3 if rank == 2 else F.mse_loss)
         pipe.step(x, target=y, loss_fn=F.mse_loss)
     loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
-    assert abs(float(loss) - float(F.mse_loss(pipe.forward_only(x), y))) < 1e-6
+    assert abs(float(loss) - float(F.mse_loss(pipe.forward_only(x).cpu(), y))) < 1e-6
     with raises("devices is 3, and there are 4 ranks"):
         fxpipe.compile(Chain(n), 3, 4, group=group)
 

@@ -26,6 +26,7 @@ from benchmarks.integrations import mesh as integration
 from fxpipe import RankError
 from fxpipe.runtime.dtensor_stage import Parts
 from tests.helpers.rendezvous_group import register
+from tests.whole.ranks.backends import DEVICES, device_of
 from tests.whole.ranks.cases import Boom, Chain, at, raises, throw
 
 ROWS, CHUNKS, WORDS = 8, 4, 12
@@ -106,10 +107,10 @@ KINDS = {"ddp": ddp, "fsdp": fsdp, "fsdp by blocks": fsdp_by_blocks, "tp": tenso
 
 
 def rows_of(*names: str, mode: str | None = None) -> Any:
-    """A mesh of the four ranks, over gloo, or in a mode of the group with NCCL's rules."""
+    """A mesh of the four ranks, over gloo, or in another mode (`backends.py`)."""
     shape = (2, 2) if len(names) == 2 else tuple(1 if name == "pp" else 2 for name in names)
-    if mode is None:
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if not mode or mode in DEVICES:
+        return init_device_mesh(device_of(mode), shape, mesh_dim_names=names)
     register()
     return init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, mode))
 
@@ -135,7 +136,7 @@ def slice_of(mesh: Any, ids: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def steps_are_the_models(
@@ -202,7 +203,7 @@ def schedules_are_the_model(group: Any, names: str, kind: str, schedules: Sequen
         try:
             loss = pipe.step(mine, target=mine, loss_fn=F.cross_entropy)
             with torch.no_grad():
-                torch.testing.assert_close(loss, F.cross_entropy(plain(mine), mine), rtol=1e-9, atol=0)
+                torch.testing.assert_close(loss.cpu(), F.cross_entropy(plain(mine), mine), rtol=1e-9, atol=0)
             for name, p in pipe.named_parameters():
                 assert p.grad is not None, name
                 torch.testing.assert_close(whole(p.grad), plain.get_parameter(name).grad, rtol=1e-9, atol=1e-9)

@@ -106,7 +106,7 @@ def held(run: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     found = {key: value.detach().clone() for key, value in run.state_dict().items()}
     for key, parameter in run.named_parameters():
         found |= {f"{name} of {key}": value.clone() for name, value in optimizer.state.get(parameter, {}).items()}
-    return found
+    return {key: value.cpu() for key, value in found.items()}
 
 
 def put_together(runs: Sequence[Run]) -> Run:

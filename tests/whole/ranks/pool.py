@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.whole.ranks import backends
+
 SIZE = 4
 GROUPS = ((0, 1), (2, 3), (0, 1, 2), (0, 1, 2, 3))
 PATIENCE = 200  # seconds that one function may take
@@ -33,9 +35,10 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """`size` ranks that wait for something to do, forked from a server, or ("fork") from this process."""
+    """`size` ranks that wait for something to do, forked from a server, or ("fork") from this process. `mode`: what
+    they compute on and talk over (`backends.py`)."""
 
-    def __init__(self, size: int = SIZE, how: str = "forkserver") -> None:
+    def __init__(self, size: int = SIZE, how: str = "forkserver", mode: str | None = None) -> None:
         context: Any = get_context(how)
         if how == "forkserver":
             context.set_forkserver_preload(WARM)
@@ -43,7 +46,7 @@ class Pool:
         meeting = str(Path(self.folder.name) / "meet")
         ends = [context.Pipe() for _ in range(size)]
         self.processes = [
-            context.Process(target=serve, args=(theirs, rank, size, meeting), daemon=True)
+            context.Process(target=serve, args=(theirs, rank, size, meeting, mode or ""), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process in self.processes:
@@ -83,11 +86,10 @@ class Pool:
         self.folder.cleanup()
 
 
-def serve(end: Connection, rank: int, size: int, meeting: str) -> None:
+def serve(end: Connection, rank: int, size: int, meeting: str, mode: str) -> None:
     """Do what comes, until nobody is there to ask."""
     torch.set_num_threads(1)
-    store = dist.FileStore(meeting, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
+    backends.start(mode, rank, size, store=dist.FileStore(meeting, size), timeout=LIMIT)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in GROUPS if max(ranks) < size}
     while True:
         try:

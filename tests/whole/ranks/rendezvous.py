@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,8 @@ from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
 from tests.helpers.rendezvous_group import EAGER, LAZY, register
 from tests.helpers.transparency import build
-from tests.whole.ranks.cases import SOON, apart, chain, fail_everywhere, lose, raises, step_is_the_models
+from tests.whole.ranks.backends import DEVICES
+from tests.whole.ranks.cases import SOON, apart, at, chain, fail_everywhere, lose, raises, step_is_the_models
 from tests.whole.test_steps import stepped
 
 CHUNKS = 4
@@ -33,7 +35,9 @@ CHUNKS = 4
 
 @cache
 def like_nccl(group: Any, mode: str) -> Any:
-    """A group of the same ranks with NCCL's rules."""
+    """A group of the same ranks with NCCL's rules; the group itself over gloo, and where ranks have devices."""
+    if not mode or mode in DEVICES:
+        return group
     register()
     return dist.new_group(dist.get_process_group_ranks(group), backend=mode, use_local_synchronization=True)
 
@@ -97,8 +101,8 @@ def failing(changes: Sequence[tuple[Any, str, Callable[..., NoReturn]]], once: b
 def tell_of_faults(group: Any, mode: str | None) -> None:
     """A fault of rank 1 while it sends or receives: all ranks hear of it at once, and the next step is exact."""
     rank = dist.get_rank(group)
-    with apart(mode is None):
-        pipe, model, (x, y) = chain(like_nccl(group, mode) if mode else group, "1f1b", timeout=21)
+    with apart(not mode):
+        pipe, model, (x, y) = chain(like_nccl(group, mode or ""), "1f1b", timeout=21)
     loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for name, changes in (FAULTS if mode else HOST_FAULTS).items():
@@ -143,6 +147,33 @@ def lose_one(group: Any, mode: str, end: str) -> None:
 
 def fail_in_each_action(group: Any, mode: str) -> None:
     fail_everywhere(like_nccl(group, mode), "1f1b")
+
+
+def interrupt(group: Any, mode: str) -> None:
+    """Ctrl-C on one rank, in an action of forward and in one of backward: all ranks hear of it at once, no gradient is
+    added, and the next step is exact."""
+    rank = dist.get_rank(group)
+    pipe, model, (x, y) = chain(like_nccl(group, mode), "1f1b", timeout=60)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+        wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for action in ("1F2", "0B1"):
+            model.zero_grad()
+            at(pipe, action, lambda: signal.raise_signal(signal.SIGINT))
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt if rank == int(action[0]) else RankError) as caught:
+                pipe.step(x, target=y, loss_fn=F.mse_loss)
+            assert rank == int(action[0]) or "KeyboardInterrupt" in str(caught.value)
+            assert time.monotonic() - began < SOON
+            assert all(p.grad is None for p in model.parameters())
+        torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), loss, rtol=1e-9, atol=0)
+        for path, parameter in model.named_parameters():
+            if path in wanted:
+                torch.testing.assert_close(parameter.grad, wanted[path], rtol=1e-9, atol=0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        pipe.close()
 
 
 # The group itself -----------------------------------------------------------------------------------------------------

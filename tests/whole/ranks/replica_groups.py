@@ -21,7 +21,7 @@ from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import build
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import raises, step_is_the_models
+from tests.whole.ranks.cases import on_cpu, raises, step_is_the_models
 from tests.whole.ranks.parts import loops_alike, on_meta, piped
 from tests.whole.ranks.rendezvous import like_nccl
 from tests.whole.test_numbers import assert_same, steps_are_the_models, twins
@@ -195,7 +195,7 @@ def optimizer_is_sharded(group: Any, mode: str, folder: Path) -> float:
     def same_values(run: RankPipe) -> None:
         values = plain.state_dict()
         for key, tensor in run.held_tensors().items():
-            torch.testing.assert_close(tensor.detach(), values[key], rtol=1e-9, atol=1e-12, msg=key)
+            torch.testing.assert_close(tensor.detach().cpu(), values[key], rtol=1e-9, atol=1e-12, msg=key)
         same(group, run)
 
     (pipe, optimizer), (other, again) = piped(), piped()
@@ -270,7 +270,7 @@ def refuse_scalers(group: Any, folder: Path) -> None:
 
 def same(group: Any, pipe: RankPipe) -> None:
     """What several ranks hold has the same values and gradients there; what is left out is somewhere else."""
-    mine = {path: (tensor.detach(), tensor.grad) for path, tensor in pipe.held_tensors().items()}
+    mine = on_cpu({path: (tensor.detach(), tensor.grad) for path, tensor in pipe.held_tensors().items()})
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
     found: dict[str, Any] = {}

@@ -37,6 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe.runtime.microbatch import split_sizes
+from tests.whole.ranks.backends import device_here
+from tests.whole.ranks.cases import on_cpu
 from tests.whole.ranks.pool import Pool, RankFailed
 from tests.whole.test_tensor_parallel import fast
 
@@ -269,7 +271,7 @@ def made(group: Any, case: Case, model: nn.Module) -> Any:
 @cache
 def mesh() -> Any:
     """Two pipes of two ranks."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh(device_here(), (2, 2), mesh_dim_names=("dp", "pp"))
 
 
 def dtensors(part: nn.Module, group: Any) -> nn.Module:
@@ -368,7 +370,7 @@ def differing(where: str, got: dict[str, Any], wanted: dict[str, Any]) -> list[s
     """What differs, of the names in both."""
     found = []
     for name in got.keys() & wanted.keys():
-        mine, right = got[name], wanted[name]
+        mine, right = on_cpu((got[name], wanted[name]))
         if mine is None or right is None:
             odd = (mine is None) != (right is None) and bool((right if mine is None else mine).abs().max() > 0)
         else:

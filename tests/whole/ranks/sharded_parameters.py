@@ -70,7 +70,7 @@ def sharded(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def step_is_the_models(group: Any, counts: Sequence[int], schedule: str, checkpoint: str) -> None:
@@ -85,7 +85,7 @@ def step_is_the_models(group: Any, counts: Sequence[int], schedule: str, checkpo
             loss = pipe.step(given, target=y, loss_fn=F.mse_loss)
             truth = F.mse_loss(plain(own), y)
             truth.backward()
-            torch.testing.assert_close(loss, truth.detach(), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(loss.cpu(), truth.detach(), rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(given.grad, own.grad, rtol=1e-9, atol=1e-12)
             compare_gradients(pipe, plain)
         pipe.close()

@@ -39,7 +39,7 @@ from tests.helpers.models import MODELS
 from tests.helpers.transparency import build, inputs
 from tests.pipe.build.test_apply_strategy import CASES, loss_of
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import Boom, apart, at, raises, step_is_the_models, throw
+from tests.whole.ranks.cases import Boom, apart, at, on_cpu, raises, step_is_the_models, throw
 from tests.whole.ranks.meshes import ddp, fsdp, rows_of
 from tests.whole.ranks.parts import loops_alike, on_meta
 from tests.whole.ranks.rendezvous import failing, like_nccl, no_memory
@@ -101,6 +101,7 @@ def shares(pipe: RankPipe, mode: str, kind: str) -> None:
 
 
 def close(found: Any, wanted: Any, what: str = "") -> None:
+    found, wanted = on_cpu((found, wanted))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
