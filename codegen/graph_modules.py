@@ -22,11 +22,11 @@ from torch import Tensor, fx, nn
 
 import fxpipe.runtime
 from fxpipe.codegen.scheduler.value_locations import torch_device
-from fxpipe.ir.attribute_paths import attribute_path
 from fxpipe.ir.graph.evaluate_graph import cudnn_flags
 from fxpipe.ir.graph.graph import Graph, Op, Ref, Region, State, Struct, map_leaves
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.program.attribute_paths import attribute_path
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall
 from fxpipe.torch_internals.grad_mode import autocast_calls, gradient_setter
 

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from fxpipe.api.compile import compile
 from fxpipe.errors import FxpipeError
 from fxpipe.pipe.pipe import Pipe
-from fxpipe.viz import svg
 from fxpipe.viz.text_timeline import bars
 
 from .transformer import PixelTransformer
@@ -94,11 +93,11 @@ def demo(
         print(compare_gradients(task, pipe, plain))
         print(train(task, pipe, plain, steps, by_step=schedule is not None))
         pipe.save(folder / "package", overwrite=True)
-        (folder / "schedule.svg").write_text(pipe.picture())
+        pipe.build.timeline.draw(folder / "schedule.svg")
         print(f"\n{pipe.schedule}\n")
         if pipe.timeline is not None:
             print(f"the last step, as measured\n{bars(pipe.timeline)}\n")
-            (folder / "measured.svg").write_text(svg.draw(pipe.timeline))
+            pipe.timeline.draw(folder / "measured.svg")
         shown = min(1, len(pipe.stages) - 1)
         print(f"stage {shown} as generated, in {folder / 'package'} with the others:\n\n{pipe.stages[shown].source}")
         print(f"the schedule as a picture: {folder / 'schedule.svg'}")

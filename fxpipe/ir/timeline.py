@@ -21,6 +21,7 @@ from fxpipe.ir.schedule.schedule import KINDS as ACTIONS
 from fxpipe.ir.schedule.schedule import Costs, Schedule, starts
 
 from .dataclass_json import read, write
+from .drawable import Drawable
 from .units import show_bytes, show_seconds
 
 KINDS = ACTIONS | {"R": "recompute", "T": "transfer", "A": "all-reduce"}
@@ -57,7 +58,7 @@ Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), ascendin
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Drawable):
     """What happened when in one training step, simulated or measured. Print with `str`.
 
     - `name`: of the schedule.

@@ -40,12 +40,13 @@ from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
 from fxpipe.pipe.results.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
+from fxpipe.pipe.results.comparison import Comparison
 from fxpipe.pipe.results.diagnosis import Diagnosis
+from fxpipe.pipe.results.pipe_picture import PipePicture
 from fxpipe.pipe.saved.save_package import save_package
 from fxpipe.pipe.verify.verification import Verified, verify
 from fxpipe.runtime import Stage
 from fxpipe.runtime.microbatch import split_sizes
-from fxpipe.viz import svg
 
 from .drop_in_module import DropInModule, Forward, State, check_grad
 from .libraries.step_arguments import without_cache
@@ -73,7 +74,7 @@ class PipeState(State):
     rehearsed: tuple[Build, Timeline] | None = None
 
 
-class Pipe(DropInModule):
+class Pipe(DropInModule, PipePicture):
     """The module that `fxpipe.compile` returns: it is called like the model, and `step` computes loss and gradients.
     `pipe.model` is the model. Before the first call, `plan`, `schedule`, `explain` and the like raise FxpipeError."""
 
@@ -315,8 +316,7 @@ class Pipe(DropInModule):
     @property
     def timeline(self) -> Timeline | None:
         """When each action of the last `step(..., timeline=True)` ran; None if there was none. Prints as a table.
-        `fxpipe.viz.svg.draw(pipe.timeline)` returns an SVG file as text; `html.draw`, `text_timeline.bars` and, for
-        Perfetto, `chrome_trace.trace` work alike."""
+        `fxpipe.viz.text_timeline.bars` makes bars for a terminal of it, `chrome_trace.trace` a file for Perfetto."""
         return None if self._state.timed is None else self._state.timed.timeline
 
     @property
@@ -353,9 +353,9 @@ class Pipe(DropInModule):
         and shared parameters. With a strategy, how each operator is cut, and the table by devices."""
         return explain(self.build, self._state.cache.backend)
 
-    def compare(self) -> str:
-        """A table of the predicted and the measured timeline of the last step with `timeline=True`; FxpipeError if
-        there was none. The prediction is that of the last `rehearse`, if it was for the same kind of step, else the
+    def compare(self) -> Comparison:
+        """The predicted and the measured timeline of the last step with `timeline=True`; FxpipeError if there was none.
+        Prints as a table. The prediction is that of the last `rehearse`, if it was for the same kind of step, else the
         simulation with the profile.
 
         The memory of a CPU worker is the most bytes that are kept for its backward at any moment, without parameters,
@@ -377,10 +377,6 @@ class Pipe(DropInModule):
         if self._state.timed is None:
             raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
         return self._state.timed
-
-    def picture(self) -> str:
-        """The simulated timeline of one step as SVG text."""
-        return svg.draw(self.build.timeline)
 
     # Keeping ----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.ir.program.program import Program, Stage
-from fxpipe.viz.svg_elements import page, tag, text_width, words
+from fxpipe.viz.svg_elements import arrow_head, page, tag, text_width, words
 
 LEVEL, LINE = 26.0, 16.0  # heights: between arcs, of a line in a card
 PILL = 60.0  # the width of what stands for the caller
@@ -49,14 +49,13 @@ class _Arc:
     level: int
 
 
-def draw(program: Program, title: str = "", theme: str = "auto") -> str:
-    """The picture as the text of an SVG file; `theme` is "light", "dark" or "auto", which follows the page
-    that shows it."""
+def draw(program: Program) -> str:
+    """The picture as the text of an SVG file."""
     between = _values(program)
     over = _arcs((move.value, move.source, move.target) for move in program.moves if move.portal)
     under = _arcs((program.state(loan.state).path, loan.home, loan.user) for loan in program.loans)
     cards = _cards(program, between, [*over, *under], top=84 + LEVEL * _levels(over) + (14 if over else 0))
-    lines = [words(title or program.graph.model, 24, 36, size=17, font_weight=600)]
+    lines = [words(program.graph.model, 24, 36, size=17, font_weight=600)]
     lines.append(words(_facts(program), 24, 57, "soft", 12.5))
     for arcs, up in ((over, True), (under, False)):
         lines += [mark for arc in arcs for mark in _bow(cards, arcs, arc, up)]
@@ -67,7 +66,7 @@ def draw(program: Program, title: str = "", theme: str = "auto") -> str:
     lines += [*_caller(cards[-1], "inputs"), *_caller(cards[len(program.stages)], "outputs")]
     last = cards[len(program.stages)]
     height = last.y + last.height + LEVEL * _levels(under) + (18 if under else 0) + 28
-    return page(last.right + 24, height, title or program.graph.model, lines, theme)
+    return page(last.right + 24, height, program.graph.model, lines)
 
 
 def _values(program: Program) -> dict[tuple[int, int], list[str]]:
@@ -202,7 +201,7 @@ def _flow(program: Program, source: _Card, target: _Card, names: Sequence[str]) 
         return
     y, middle = source.middle, (source.right + target.x) / 2
     yield tag("line", x1=source.right + 3, y1=y, x2=target.x - 9, y2=y, class_="flow-stroke", stroke_width=1.8)
-    yield _head(target.x - 3, y, "flow", (-1, 0))
+    yield arrow_head(target.x - 3, y, "flow", (-1, 0))
     name, type_ = _labels(program, names)
     yield words(name, middle, y - 8, "ink mono", 11, text_anchor="middle")
     yield words(type_, middle, y + 17, "soft mono", 9.5, text_anchor="middle")
@@ -224,7 +223,7 @@ def _bow(cards: Mapping[int, _Card], arcs: Sequence[_Arc], arc: _Arc, up: bool) 
         end = _edge(target, up)
         path += f" H {x2 - r:.2f} Q {x2:.2f} {level:.2f} {x2:.2f} {bend:.2f} V {end + back * 9:.2f}"
         path += "" if target.index == arc.targets[-1] else f" M {x2 - r:.2f} {level:.2f}"  # go on from the branch
-        yield _head(x2, end + back * 3, kind, (0, back))
+        yield arrow_head(x2, end + back * 3, kind, (0, back))
     yield tag("path", d=path, class_=f"{kind}-stroke", stroke_width=1.8, stroke_dasharray=dash)
 
 
@@ -252,11 +251,3 @@ def _edge(card: _Card, up: bool) -> float:
     """Where an arc touches a card; the caller's pills are lower than cards."""
     half = 15 if card.width == PILL else card.height / 2
     return card.middle - half if up else card.middle + half
-
-
-def _head(x: float, y: float, kind: str, back: tuple[float, float]) -> str:
-    """An arrow head with its point at (x, y); `back` is where it comes from."""
-    dx, dy = back[0] * 8, back[1] * 8
-    wing_x, wing_y = back[1] * 4.5, back[0] * 4.5
-    points = f"{x:.2f},{y:.2f} {x + dx + wing_x:.2f},{y + dy + wing_y:.2f} {x + dx - wing_x:.2f},{y + dy - wing_y:.2f}"
-    return tag("polygon", points=points, class_=kind)

@@ -65,31 +65,23 @@ class _Sheet:
     named: bool
 
 
-def draw(
-    graph: OperatorGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    title: str = "",
-    facts: str = "",
-    width: int = 1200,
-    theme: str = "auto",
-) -> str:
+def draw(graph: OperatorGraph, strategy: Strategy, cluster: Cluster, facts: str = "", width: int = 1200) -> str:
     """The picture as the text of an SVG file, with lines of boxes that are at most `width` pixels wide; `facts` is a
-    line below the title, `theme` "light", "dark" or "auto", which follows the page that shows it."""
+    line below the title."""
     drawn = [operator for operator in graph if operator.kind != "input"]
     configs = dict(zip((operator.name for operator in graph), strategy.configs, strict=True))
     layout = _grid(drawn) or _layers(drawn)
     sheet = _sheet(layout, width)
     colors = _colors(cluster)
     body = [
-        words(title or graph.name, MARGIN, 36, size=17, font_weight=600),
+        words(graph.name, MARGIN, 36, size=17, font_weight=600),
         words(facts or f"{len(drawn)} operators on {len(cluster.devices)} devices", MARGIN, 57, "soft", 12.5),
         *(_names(layout, sheet) if layout.rows else _edges(drawn, sheet)),
     ]
     for operator in drawn:
         body += _box(operator, configs[operator.name], sheet, colors)
     legend, bottom = _legend(cluster, colors, sheet)
-    return page(sheet.right, bottom + 24, title or graph.name, [*body, *legend], theme)
+    return page(sheet.right, bottom + 24, graph.name, [*body, *legend])
 
 
 def _sheet(layout: _Layout, width: float) -> _Sheet:

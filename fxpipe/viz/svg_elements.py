@@ -83,11 +83,17 @@ def _channels(color: str) -> tuple[int, int, int]:
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
 
-def page(width: float, height: float, title: str, body: Iterable[str], theme: str = "auto") -> str:
-    """The whole file. `theme` is "light", "dark" or "auto", which follows the page that shows it."""
-    style = _rules(THEMES["dark" if theme == "dark" else "light"])
-    if theme == "auto":
-        style += f"\n@media (prefers-color-scheme: dark) {{\n{_rules(THEMES['dark'])}\n}}"
+def arrow_head(x: float, y: float, kind: str, back: tuple[float, float]) -> str:
+    """An arrow head with its point at (x, y); `back` is where it comes from."""
+    dx, dy = back[0] * 8, back[1] * 8
+    wing_x, wing_y = back[1] * 4.5, back[0] * 4.5
+    points = f"{x:.2f},{y:.2f} {x + dx + wing_x:.2f},{y + dy + wing_y:.2f} {x + dx - wing_x:.2f},{y + dy - wing_y:.2f}"
+    return tag("polygon", points=points, class_=kind)
+
+
+def page(width: float, height: float, title: str, body: Iterable[str]) -> str:
+    """The whole file, which follows the light or dark page that shows it."""
+    style = f"{_rules(THEMES['light'])}\n@media (prefers-color-scheme: dark) {{\n{_rules(THEMES['dark'])}\n}}"
     fonts = f"text {{ font-family: {FONT}; font-variant-numeric: tabular-nums; }}\n.mono {{ font-family: {MONO}; }}"
     size = {"width": width, "height": height, "viewBox": f"0 0 {number(width)} {number(height)}"}
     lines = [

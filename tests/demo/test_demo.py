@@ -32,7 +32,7 @@ def test_the_generated_package(unet: fxpipe.Pipe, golden: Callable[[str, str], N
 
 def test_what_the_pages_show(unet: fxpipe.Pipe, golden: Callable[[str, str], None]) -> None:
     golden("demo/explain.txt", unet.explain() + "\n")
-    golden("demo/timeline.svg", unet.picture())
+    golden("demo/timeline.svg", unet.build.timeline._repr_svg_())
 
 
 def test_the_schedule_that_the_pages_show(golden: Callable[[str, str], None]) -> None:

@@ -16,7 +16,7 @@ from fxpipe.planning.operators.models.operator_kinds import concat, convolution,
 from fxpipe.planning.operators.models.recurrent_networks import nmt
 from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.simulate_strategy import timeline
-from fxpipe.viz import svg
+from fxpipe.viz import timeline_picture
 from fxpipe.viz.strategy_picture import draw
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -120,7 +120,7 @@ def test_a_timeline_names_the_operators() -> None:
     """There are no micro-batches to number."""
     cluster = preset("p100:1")
     graph = alexnet()
-    picture = svg.draw(timeline(graph, cluster, data_parallel(graph, 1), estimated()))
+    picture = timeline_picture.draw(timeline(graph, cluster, data_parallel(graph, 1), estimated()))
     told = ["".join(node.itertext()) for node in ET.fromstring(picture).iter(f"{SVG}text")]
     assert {"conv2 0", "conv5 0"} <= set(told)
     assert "<title>forward conv2 0</title>" in picture

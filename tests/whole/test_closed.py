@@ -31,7 +31,7 @@ USES: dict[str, Callable[[Any, Path], object]] = {
     "verify": lambda pipe, _: pipe.verify(X, loss_fn=loss_fn),
     "compare": lambda pipe, _: pipe.compare(),
     "explain": lambda pipe, _: pipe.explain(),
-    "picture": lambda pipe, _: pipe.picture(),
+    "draw": lambda pipe, path: pipe.draw(path / "stages.svg"),
     "save": lambda pipe, folder: pipe.save(folder),
     "torch_stages": lambda pipe, _: pipe.torch_stages([0]),
     **{

@@ -62,7 +62,7 @@ def use(pipe: fxpipe.Pipe) -> None:
     try:
         pipe(X)
         pipe.step(X, target=TARGET, loss_fn=nn.functional.mse_loss)
-        for text in (pipe.explain(), pipe.picture(), str(pipe.plan)):
+        for text in (pipe.explain(), pipe._repr_svg_(), str(pipe.plan)):
             assert "<script>" not in text
     finally:
         pipe.close()
@@ -85,7 +85,7 @@ def plan_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
 def planned_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
     def load(path: Path) -> None:
         found = planned.load(path)
-        assert "<script>" not in found.svg() + found.html()
+        assert "<script>" not in found.draw(folder / "found.html").read_text()
         str(found), found.text(), found.trace()
 
     fxpipe.plan(net(), small(), 4, example_inputs=X, planner="straight").save(folder / "planned.json")
@@ -95,7 +95,8 @@ def planned_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
 def strategy_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
     def load(path: Path) -> None:
         found = searched.load(path)
-        assert "<script>" not in found.svg() + found.picture()
+        assert "<script>" not in found.draw(folder / "found.html").read_text()
+        assert "<script>" not in found.timeline._repr_svg_()
         use(fxpipe.compile(net(), 2, strategy=path))
 
     graph = fxpipe.search(net(), small(), example_inputs=X, budget=0.01)

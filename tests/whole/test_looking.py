@@ -103,11 +103,11 @@ def test_the_schedule_as_a_grid(pipe: fxpipe.Pipe) -> None:
         device 2          F0  F1  F2  F3  B3  B2  B1  B0""")
 
 
-def test_the_picture_is_svg(pipe: fxpipe.Pipe) -> None:
-    root = ElementTree.fromstring(pipe.picture())
+def test_the_picture_is_svg(pipe: fxpipe.Pipe, tmp_path: Path) -> None:
+    root = ElementTree.fromstring(pipe.draw(tmp_path / "stages.svg").read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     texts = {"".join(node.itertext()).strip() for node in root.iter()}
-    assert {"gpipe", "cpu:0", "cpu:1", "cpu:2"} <= texts
+    assert {"Net", "stage 0", "cpu:0", "cpu:1", "cpu:2"} <= texts
 
 
 def test_what_is_shown_is_what_runs(pipe: fxpipe.Pipe) -> None:
@@ -370,11 +370,11 @@ def test_predicted_beside_measured(model: nn.Module) -> None:
         assert all(parts[part] > 0 for part in ("computing", "host"))
     assert found.measured.parts["cpu:0"]["recomputation"] > 0  # the last stage has its backward at once
     assert found.advice in str(found)
-    titles = [line.split("  ")[0] for line in estimated.splitlines()[1:]]
+    titles = [line.split("  ")[0] for line in str(estimated).splitlines()[1:]]
     assert titles == ["step", "bubble", "cpu:0 busy", "cpu:1 busy", "cpu:0 peak memory", "cpu:1 peak memory"]
     predicted = pipe.rehearse(X, target=X, loss_fn=nn.functional.mse_loss, rounds=1)
     rehearsed = pipe.compare()
-    assert rehearsed.split("step ")[1].split("  ")[1:] != estimated.split("step ")[1].split("  ")[1:]
+    assert str(rehearsed).split("step ")[1].split("  ")[1:] != str(estimated).split("step ")[1].split("  ")[1:]
     assert pipe.compare() == rehearsed
     assert predicted.devices == pipe.timeline.devices
     # Three samples in four micro-batches are three: neither speaks of the fourth, and that was not rehearsed.

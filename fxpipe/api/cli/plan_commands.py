@@ -9,18 +9,21 @@ from typing import Any
 
 from fxpipe.api.plan import plan
 from fxpipe.api.profile import profile
+from fxpipe.ir.drawable import Drawable
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.options.option_table import PLAN
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.planned import compare, load
 from fxpipe.viz import chrome_trace as trace
-from fxpipe.viz import html, svg
+from fxpipe.viz.picture_file import FORMATS
 from fxpipe.viz.text_timeline import bars
 
 from .launch.launch_folder import check_folder, launch_files, write_folder
 from .launch.model_import import model_import
 from .model_argument import add_cluster, model_for_cluster, read_cluster
 from .option_arguments import add_options, given, reader
+
+DRAWN = f"a file that ends with {', '.join(FORMATS)}"
 
 
 def add(commands: Any) -> None:
@@ -39,14 +42,14 @@ def add(commands: Any) -> None:
     show = commands.add_parser("simulate", help="the step of a plan, as simulated")
     show.add_argument("plan", type=Path, help="the file that `fxpipe plan` wrote")
     show.add_argument("--schedule", help="the order of another schedule: a name, or a grid")
-    show.add_argument("--svg", type=Path, help="draw the timeline")
-    show.add_argument("--html", type=Path, help="a page with the timeline and the figures of each device")
+    show.add_argument("--draw", type=Path, help=f"draw the timeline: {DRAWN}")
     show.add_argument("--trace", type=Path, help="the timeline for ui.perfetto.dev")
     show.add_argument("--width", type=int, default=80, help="characters for the step")
     show.set_defaults(run=run_simulate)
 
     several = commands.add_parser("compare", help="plans beside each other, as simulated")
     several.add_argument("plans", nargs="+", type=Path, help="files that `fxpipe plan` wrote")
+    several.add_argument("--draw", type=Path, help=f"draw the timelines: {DRAWN}")
     several.set_defaults(run=run_compare)
 
 
@@ -84,16 +87,21 @@ def write(path: Path | None, make: Callable[[], str]) -> None:
         print(f"\nwrote {path}")
 
 
+def draw(path: Path | None, value: Drawable) -> None:
+    """Draw the value into `path`, unless it is None."""
+    if path is not None:
+        print(f"\nwrote {value.draw(path)}")
+
+
 def run_simulate(options: argparse.Namespace) -> None:
     found = load(options.plan)
     timeline = found.simulate(options.schedule)
-    title = f"{found.plan.model}, {timeline.name}"
     print(f"{bars(timeline, options.width)}\n\n{timeline}")
-    notes = str(found) if options.schedule is None else ""
-    write(options.svg, lambda: svg.draw(timeline, title))
-    write(options.html, lambda: html.draw(timeline, title, notes))
+    draw(options.draw, found if options.schedule is None else timeline)
     write(options.trace, lambda: trace.trace(timeline))
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    print(compare([path.name for path in options.plans], [load(path) for path in options.plans]))
+    found = compare([path.name for path in options.plans], [load(path) for path in options.plans])
+    print(found)
+    draw(options.draw, found)

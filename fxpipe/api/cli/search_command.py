@@ -13,7 +13,7 @@ from fxpipe.planning.operators.models.published_models import MODELS
 
 from .model_argument import add_cluster, model_for_cluster, read_cluster
 from .option_arguments import add_options, given
-from .plan_commands import write
+from .plan_commands import DRAWN, draw, write
 
 BUDGET = 60  # seconds, if not given
 
@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
         "--explain", action="store_true", help="search for changed clusters too: what would they be worth?"
     )
     find.add_argument("--out", type=Path, help="write the strategy to this JSON file")
-    find.add_argument("--svg", type=Path, help="draw the strategy")
-    find.add_argument("--timeline", type=Path, help="draw the simulated step")
+    find.add_argument("--draw", type=Path, help=f"draw the strategy: {DRAWN}")
+    find.add_argument("--timeline", type=Path, help=f"draw the simulated step: {DRAWN}")
     find.epilog = f"Published models can be named in place of a file: {', '.join(MODELS)}."
     find.set_defaults(run=run_search)
 
@@ -43,5 +43,5 @@ def run_search(options: argparse.Namespace) -> None:
         found = search(model, cluster, example_inputs=inputs, **how)
     print(explain(found, getattr(options, "budget", BUDGET)) if options.explain else found)
     write(options.out, found.dump)
-    write(options.svg, found.picture)
-    write(options.timeline, found.svg)
+    draw(options.draw, found)
+    draw(options.timeline, found.timeline)

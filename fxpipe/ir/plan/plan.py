@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import at_least, from_plain, one_of, parse, to_plain, write
+from fxpipe.ir.drawable import Drawable
 
 from .model_states import OPTIMIZER_SHARDINGS
 
@@ -47,7 +48,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Drawable):
     """How a model runs. Print with `str`.
 
     - `model`: its name.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from fxpipe.ir.drawable import Drawable
 from fxpipe.ir.graph.graph import Graph, Op, State, may_cross, show_op
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.ir.program import backward as backwards
@@ -148,7 +149,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Drawable):
     """The stages, and the moves and loans between them.
 
     - `graph`: the captured model, for its inputs, states and outputs.

@@ -33,6 +33,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from fxpipe.ir.drawable import Drawable
 from fxpipe.ir.units import count
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -62,7 +63,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Drawable):
     """The order of each device's actions. Print with `str`.
 
     - `name`: of the schedule.

@@ -16,7 +16,6 @@ from fxpipe.ir.program.program import Loan
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.results.strategy_table import table
-from fxpipe.viz import svg
 
 from . import batch_statistics
 from .build import Build
@@ -200,6 +199,7 @@ def dump(build: Build, folder: Path, number: int) -> None:
         "programs.txt": add_transfers(build.schedule, build.program),
         "timeline.txt": build.timeline,
     }
-    texts = {name: f"{fact}\n" for name, fact in facts.items()} | {"timeline.svg": svg.draw(build.timeline)}
+    texts = {name: f"{fact}\n" for name, fact in facts.items()}
     for name, text in {**texts, **build.files}.items():
         (path / name).write_text(text)
+    build.timeline.draw(path / "timeline.svg")

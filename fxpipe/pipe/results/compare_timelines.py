@@ -22,6 +22,7 @@ from fxpipe.schedules.diagnosis.measured_profile import measured_profile
 from fxpipe.schedules.diagnosis.time_split import split
 from fxpipe.schedules.make_schedule import AUTO
 
+from .comparison import Comparison
 from .diagnosis import Diagnosis
 from .replanned import Replanned
 
@@ -43,14 +44,14 @@ class Timed:
 Rehearsed = tuple[Build, Timeline] | None
 
 
-def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: Rehearsed) -> str:
-    """The table of `Pipe.compare`: the rehearsed timeline, if it is for the same build and chunks, else the predicted
+def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: Rehearsed) -> Comparison:
+    """What `Pipe.compare` returns: the rehearsed timeline, if it is for the same build and chunks, else the predicted
     one, beside the measured one."""
-    found = _of_same_step(timed, rehearsed)
-    if found is not None:
-        return compare(found, timed.timeline)
-    predicted, note = with_memory(predict(timed.made, timed.chunks), cache, timed)
-    return compare(predicted, timed.timeline) + note
+    predicted, note = _of_same_step(timed, rehearsed), ""
+    if predicted is None:
+        predicted, note = with_memory(predict(timed.made, timed.chunks), cache, timed)
+    table = compare(predicted, timed.timeline) + note
+    return Comparison(table, (("predicted", predicted), ("measured", timed.timeline)))
 
 
 def diagnosed(timed: Timed, rehearsed: Rehearsed, options: Options) -> Diagnosis:

@@ -20,6 +20,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_groups import grouped, positions
 from fxpipe.ir.cluster.roofline import peak
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
+from fxpipe.ir.drawable import Drawable
 from fxpipe.ir.operators.group_layout import OpSharding, show
 from fxpipe.ir.plan import hybrid_plan as hybrids
 from fxpipe.ir.plan import layer_chain as chains
@@ -36,10 +37,12 @@ from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, RequestWay
 from fxpipe.schedules.simulate.hybrid_costs import order_of, rows, simulate_hybrid, stage_cost
 from fxpipe.viz import chrome_trace as trace
-from fxpipe.viz import html, svg
 from fxpipe.viz import text_timeline as text
+from fxpipe.viz import timeline_picture
+from fxpipe.viz.picture_file import Picture
 
 from . import plan_alternatives
+from .comparison import Comparison
 from .find_plan import find_plan, most_sharding
 from .memory_kinds import KINDS, MemoryKinds, memory_kinds
 from .plan_alternatives import TriedSize
@@ -59,7 +62,7 @@ class SampleWork:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Drawable):
     """What `fxpipe.plan` returns: a plan for a step of `batch` samples, and the input of the `planner` that made it.
     Print with `str`.
 
@@ -111,11 +114,6 @@ class Planned:
         table = tabulate(_rows(self), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
         head += [self.counted] if self.counted else []
         return "\n".join([*head, *_uneven(self), "", *(row.rstrip() for row in table.splitlines())])
-
-    @property
-    def _title(self) -> str:
-        """The title of pictures."""
-        return f"{self.plan.model}, {shape(self.layers.stages)}, {self.plan.schedule}"
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
@@ -227,13 +225,10 @@ class Planned:
         """The timeline as bars for a terminal, `width` characters wide."""
         return text.bars(self.timeline, width)
 
-    def svg(self) -> str:
-        """The timeline as the text of an SVG file."""
-        return svg.draw(self.timeline, self._title)
-
-    def html(self) -> str:
-        """The timeline, the stages and the plan as the text of an HTML file, which needs no other file."""
-        return html.draw(self.timeline, self._title, str(self))
+    def _picture(self) -> Picture:
+        """The timeline."""
+        title = f"{self.plan.model}, {shape(self.layers.stages)}, {self.plan.schedule}"
+        return Picture(title, lambda: timeline_picture.draw(self.timeline, title), partial(str, self))
 
     def trace(self) -> str:
         """The timeline as the text of a JSON file, for ui.perfetto.dev."""
@@ -320,8 +315,9 @@ def _names(chain: Chain, stage: HybridStage) -> str:
     return first if stage.end - stage.first == 1 else f"{first} .. {last}"
 
 
-def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
-    """A table with a row for each plan. `slower`: how much more time per sample a step takes than with the fastest."""
+def compare(names: Sequence[str], several: Sequence[Planned]) -> Comparison:
+    """Plans beside each other: prints as a table with a row for each. `slower`: how much more time per sample a step
+    takes than with the fastest."""
     least = min(one.seconds / one.batch for one in several)
     rows = [
         (
@@ -339,7 +335,8 @@ def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
         for name, one in zip(names, several, strict=True)
     ]
     headers = ("plan", "stages", "schedule", "micro-batches", "devices", "step", "samples/s", "bubble", "most memory")
-    return tabulate(rows, (*headers, "slower"), disable_numparse=True, colalign=("left",) * 3 + ("right",) * 7)
+    table = tabulate(rows, (*headers, "slower"), disable_numparse=True, colalign=("left",) * 3 + ("right",) * 7)
+    return Comparison(table, tuple((name, one.timeline) for name, one in zip(names, several, strict=True)))
 
 
 def cluster_in(text: str) -> Cluster | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from tabulate import tabulate
@@ -17,6 +17,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.dataclass_json import read, write
+from fxpipe.ir.drawable import Drawable
 from fxpipe.ir.operators import operators, strategy
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
@@ -27,14 +28,14 @@ from fxpipe.planning.operators.operator_costs import Cost, estimated, once
 from fxpipe.planning.operators.simulate_strategy import timeline
 from fxpipe.planning.operators.strategy_memory import held
 from fxpipe.planning.operators.task_graph import tasks
-from fxpipe.viz import strategy_picture as picture
-from fxpipe.viz import svg
+from fxpipe.viz import strategy_picture
+from fxpipe.viz.picture_file import Picture
 
 from .strategy_table import table
 
 
 @dataclass(frozen=True)
-class Searched:
+class Searched(Drawable):
     """What `fxpipe.search` returns, for `fxpipe.compile(model, strategy=...)`: a `strategy` (how each operator is cut,
     and which device computes each part) for the operators `graph` on `cluster`, with times estimated from FLOPs and
     bytes. Print with `str`.
@@ -111,13 +112,13 @@ class Searched:
             self.graph, self.cluster, data_parallel(self.graph, len(self.cluster.devices)), copies=self.copies
         )
 
-    def picture(self) -> str:
-        """The strategy as the text of an SVG file: a box for each operator, in the colours of its devices."""
-        return picture.draw(self.graph, self.strategy, self.cluster, self.graph.name, facts(self))
+    def _picture(self) -> Picture:
+        """The strategy: a box for each operator, in the colours of its devices."""
 
-    def svg(self) -> str:
-        """The timeline as the text of an SVG file."""
-        return svg.draw(self.timeline, self.graph.name)
+        def svg() -> str:
+            return strategy_picture.draw(self.graph, self.strategy, self.cluster, facts(self))
+
+        return Picture(self.graph.name, svg, partial(str, self))
 
     def dump(self) -> str:
         """Operators, cluster and strategy as JSON text. `fxpipe.compile(model, strategy=path)` runs a file of it;

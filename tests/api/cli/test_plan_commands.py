@@ -48,19 +48,20 @@ def test_plan_simulate_compare(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Sequential: straight on 2 of 2 devices, 4 micro-batches of 8, gpipe" in out
     assert "the plan: gpipe.json" in out
 
-    assert run("simulate", "gpipe.json", "--svg", "a.svg", "--html", "a.html", "--trace", "a.json") == 0
+    assert run("simulate", "gpipe.json", "--draw", "a.svg", "--trace", "a.json") == 0
     out = capsys.readouterr().out
     assert "░ forward" in out
     assert "peak memory" in out
     assert (here / "a.svg").read_text().startswith("<svg")
-    assert "<table>" in (here / "a.html").read_text()
     assert json.loads((here / "a.json").read_text())["traceEvents"]
-    assert run("simulate", "gpipe.json", "--schedule", "zb-h1") == 0
+    assert run("simulate", "gpipe.json", "--schedule", "zb-h1", "--draw", "b.html") == 0
+    assert "<title>zb-h1</title>" in (here / "b.html").read_text()
     assert "zb-h1" in capsys.readouterr().out
 
-    assert run("compare", "best.json", "gpipe.json") == 0
+    assert run("compare", "best.json", "gpipe.json", "--draw", "c.svg") == 0
+    assert "gpipe.json: step" in (here / "c.svg").read_text()
     table = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in table[2:]] == ["best.json", "gpipe.json"]
+    assert [line.split()[0] for line in table[2:4]] == ["best.json", "gpipe.json"]
 
     pipe = fxpipe.compile(nn.Sequential(), plan="gpipe.json")
     assert [stage.device for stage in pipe.options.plan.stages] == ["cpu:0", "cpu:1"]

@@ -131,7 +131,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ("--out", "strategy.json", "--svg", "strategy.svg", "--timeline", "step.svg")
+    files = ("--out", "strategy.json", "--draw", "strategy.svg", "--timeline", "step.svg")
     assert (
         main(["search", "model.py:make", "--cluster", "p100:4", "--batch", "32", "--meta", "--budget", "1", *files])
         == 0

@@ -95,7 +95,7 @@ def all_is_timed(group: Any, mode: str, schedule: str) -> None:
     assert all(other == found for other in pipe.collect(found))
     assert pipe.timeline is not None
     assert found.high_water == pipe.timeline.high_water
-    line = pipe.compare().splitlines()[1]
+    line = str(pipe.compare()).splitlines()[1]
     assert f"{found.makespan:.3g} s" in line, line
     pipe.close()
 

@@ -131,7 +131,7 @@ def kept(group: Any, folder: Path) -> None:
     assert pipe.timeline is not None
     assert len(pipe.timeline.devices) == count
     assert "cpu:1" in pipe.explain()
-    assert "cpu:1 peak memory" in pipe.compare()
+    assert "cpu:1 peak memory" in str(pipe.compare())
     assert "cpu:1" in str(pipe.diagnose())
     assert told == pipe.collect(told)[0]
     pipe.close()

@@ -22,7 +22,6 @@ from fxpipe.engines.ranks import rank_timer as timed_rank
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Timeline, check
 from fxpipe.viz import chrome_trace as trace
-from fxpipe.viz import svg
 from fxpipe.viz import text_timeline as text
 from tests.whole.ranks.cases import chain
 
@@ -41,7 +40,7 @@ def spread(group: Any, schedule: str) -> None:
     assert found is not None
     assert all(other == found for other in pipe.collect(found))
     is_of(pipe, found)
-    assert pipe.compare().splitlines()[-1].startswith("cpu:3 peak memory")
+    assert str(pipe.compare()).splitlines()[-1].startswith("cpu:3 peak memory")
     diagnosis = pipe.diagnose()
     split, planned = diagnosis.measured, diagnosis.replan()
     assert all(
@@ -54,7 +53,7 @@ def spread(group: Any, schedule: str) -> None:
     for parts in split.parts.values():
         assert sum(parts.values()) == pytest.approx(split.seconds)
         assert parts["computing"] > 0
-    for drawn in (text.bars(found), svg.draw(found), trace.trace(found)):
+    for drawn in (text.bars(found), found._repr_svg_(), trace.trace(found)):
         assert "cpu:3" in drawn
     pipe.close()
 

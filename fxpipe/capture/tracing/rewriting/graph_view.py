@@ -23,7 +23,7 @@ from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.placeholders import path_of
 from fxpipe.capture.twins.twin import Slot
-from fxpipe.ir.attribute_paths import attribute_path
+from fxpipe.ir.program.attribute_paths import attribute_path
 from fxpipe.ir.unique_names import Names
 
 LINES = ("stack_trace", "nn_module_stack", "source_fn_stack")  # where a node comes from

@@ -13,8 +13,9 @@ from fxpipe.ir.schedule.schedule import parse
 from fxpipe.ir.timeline import Timeline
 from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
-from fxpipe.viz.svg import draw, ticks
 from fxpipe.viz.svg_elements import SHADES, THEMES, ink_on, shade
+from fxpipe.viz.timeline_picture import draw
+from fxpipe.viz.timeline_rows import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -64,9 +65,7 @@ def test_what_it_says() -> None:
     assert sum(word.endswith(" MB") for word in said) == 3
 
 
-def test_left_out_where_asked_or_not_known() -> None:
-    bare = texts(draw(step(), memory=False, links=False))
-    assert not [word for word in bare if "→" in word or word.endswith(" MB")]
+def test_what_is_not_known_is_left_out() -> None:
     assert not [word for word in texts(draw(gpipe(2, 3))) if "→" in word or word.endswith((" MB", " s"))]
 
 
@@ -101,10 +100,11 @@ def test_empty_and_large() -> None:
     assert len(boxes(draw(one_f_one_b(16, 64)))) == 2 * 16 * 64
 
 
-def test_themes() -> None:
-    assert "prefers-color-scheme" in draw(gpipe(2, 2))
-    assert "prefers-color-scheme" not in draw(gpipe(2, 2), theme="dark")
-    assert draw(gpipe(2, 2), theme="dark") != draw(gpipe(2, 2), theme="light")
+def test_it_follows_a_light_or_dark_page() -> None:
+    picture = draw(gpipe(2, 2))
+    light, dark = picture.split("prefers-color-scheme: dark")
+    assert THEMES["light"]["page"] in light
+    assert THEMES["dark"]["page"] in dark
 
 
 def luminance(color: str) -> float:

@@ -1,0 +1,64 @@
+"""A plan as a picture: a card for each stage, with its devices, its ops, and what it recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.units import count
+
+from .svg_elements import arrow_head, page, tag, text_width, words
+
+TOP, HEIGHT, ARROW = 84.0, 112.0, 40.0
+LONGEST = 26  # letters of a name that a card shows
+
+
+def draw(plan: Plan) -> str:
+    """The picture as the text of an SVG file."""
+    stages = count(len(plan.stages), "stage", "stages")
+    facts = f"{stages}, {count(plan.chunks, 'micro-batch', 'micro-batches')}, {plan.schedule.partition(':')[0]}"
+    lines, x = [words(plan.model, 24, 36, size=17, font_weight=600), words(facts, 24, 57, "soft", 12.5)], 24.0
+    for index, stage in enumerate(plan.stages):
+        told = _told(stage)
+        wide = 40 + max(text_width(text, 11.5) for text in [f"stage {index}    {_where(stage)}", *told])
+        if index:
+            lines += _arrow(x, TOP + HEIGHT / 2)
+            x += ARROW
+        lines += _card(index, stage, told, x, wide)
+        x += wide
+    width = max(x, *(24 + text_width(text, 17) for text in (plan.model, facts))) + 24
+    return page(width, TOP + HEIGHT + 28, plan.model, lines)
+
+
+def _told(stage: StagePlan) -> list[str]:
+    """The lines of a card below its head."""
+    ops = [count(len(stage.ops), "op", "ops")]
+    if stage.ops:
+        ops.append(_short(stage.ops[0]) + (f" … {_short(stage.ops[-1])}" if len(stage.ops) > 1 else ""))
+    says = {"never": "recomputes nothing", "except_last": "recomputes all but the last", "always": "recomputes"}
+    again = says.get(stage.checkpoint, "recomputes what is cheap")
+    cut = f", each op over {stage.tensor_parallel}" if stage.tensor_parallel > 1 else ""
+    return [*ops, again + (", offloads" if stage.offload else "") + cut]
+
+
+def _where(stage: StagePlan) -> str:
+    return stage.device + (f" +{len(stage.replicas)}" if stage.replicas else "")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :]
+
+
+def _card(index: int, stage: StagePlan, told: list[str], x: float, wide: float) -> Iterator[str]:
+    hint = tag("title", ", ".join(stage.devices))
+    for class_ in ("card", "line-stroke"):
+        yield tag("rect", hint, x=x, y=TOP, width=wide, height=HEIGHT, rx=10, class_=class_)
+    yield words(f"stage {index}", x + 16, TOP + 26, size=14, font_weight=600)
+    yield words(_where(stage), x + wide - 16, TOP + 26, "flow", 11.5, text_anchor="end", font_weight=600)
+    for line, text in enumerate(told):
+        yield words(text, x + 16, TOP + 52 + 18 * line, "soft", 11.5)
+
+
+def _arrow(x: float, y: float) -> Iterator[str]:
+    yield tag("line", x1=x + 3, y1=y, x2=x + ARROW - 9, y2=y, class_="flow-stroke", stroke_width=1.8)
+    yield arrow_head(x + ARROW - 3, y, "flow", (-1, 0))
