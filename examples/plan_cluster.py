@@ -6,7 +6,6 @@ python examples/plan_cluster.py
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,7 @@ def main() -> None:
         other = fxpipe.plan(model, "C", batch_size=1024, example_inputs=images, planner=planner)
         print(f"{planner}: {other.seconds / planned.seconds:.2f} times as long")
     planned.save("plan_C.json")
-    Path("plan_C.svg").write_text(planned.svg())
+    planned.draw("plan_C.svg")
 
 
 # end

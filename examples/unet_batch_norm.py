@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.demo.run import digits
-from fxpipe.viz import program_picture
 
 
 # model
@@ -75,7 +74,7 @@ def train(steps: int, picture: Path | None) -> None:
         if line.startswith("portal"):
             print(line)
     if picture is not None:
-        picture.write_text(program_picture.draw(pipe.build.program))
+        pipe.draw(picture)
     pipe.zero_grad()
     model.load_state_dict(plain.state_dict())  # both begin alike, statistics included
 
@@ -107,7 +106,7 @@ def train(steps: int, picture: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--picture", type=Path, help="draw the stages into this SVG file")
+    parser.add_argument("--picture", type=Path, help="draw the stages into this file: .svg, .html or .png")
     options = parser.parse_args()
     torch.set_num_threads(1)
     train(options.steps, options.picture)
