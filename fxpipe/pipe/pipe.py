@@ -39,10 +39,10 @@ from fxpipe.pipe.build.call_binding import batch_size
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
+from fxpipe.pipe.results import pipe_picture
 from fxpipe.pipe.results.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
 from fxpipe.pipe.results.comparison import Comparison
 from fxpipe.pipe.results.diagnosis import Diagnosis
-from fxpipe.pipe.results.pipe_picture import PipePicture
 from fxpipe.pipe.saved.save_package import save_package
 from fxpipe.pipe.verify.verification import Verified, verify
 from fxpipe.runtime import Stage
@@ -74,7 +74,7 @@ class PipeState(State):
     rehearsed: tuple[Build, Timeline] | None = None
 
 
-class Pipe(DropInModule, PipePicture):
+class Pipe(DropInModule):
     """The module that `fxpipe.compile` returns: it is called like the model, and `step` computes loss and gradients.
     `pipe.model` is the model. Before the first call, `plan`, `schedule`, `explain` and the like raise FxpipeError."""
 
@@ -283,6 +283,8 @@ class Pipe(DropInModule, PipePicture):
             self._state.cache.close()
 
     # Looking ----------------------------------------------------------------------------------------------------------
+
+    draw, _repr_svg_, _repr_html_ = pipe_picture.draw, pipe_picture.svg, pipe_picture.html
 
     @property
     def build(self) -> Build:

@@ -21,6 +21,7 @@ from fxpipe.ir.timeline import Span, Timeline
 from fxpipe.pipe.results import planned
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 
+Drawn = Drawable | fxpipe.Pipe
 X = torch.linspace(-1, 1, 32).view(8, 4)
 SPANS = (Span("a<1>", 0, 1, "F", 0, 0), Span("b", 1, 2, "F", 1, 0), Span("b", 2, 4, "B", 1, 0, "x & y"))
 LINE = Timeline("a <title>", ("a<1>", "b"), SPANS, memory=(((0, 2000),), ((1, 5), (2, 0))))
@@ -31,7 +32,7 @@ def net() -> nn.Sequential:
 
 
 @pytest.fixture(scope="module")
-def drawn() -> Iterator[dict[str, Drawable]]:
+def drawn() -> Iterator[dict[str, Drawn]]:
     """All that users get with a picture."""
     pipe = fxpipe.compile(net(), devices=2, chunks=4, schedule="1f1b")
     pipe.step(X, target=X, loss_fn=nn.functional.mse_loss, timeline=True)
@@ -87,12 +88,12 @@ def shown(value: Any) -> dict[str, str]:
     return {kind: text for kind, text in found.items() if text is not None}
 
 
-def test_these_are_all(drawn: dict[str, Drawable]) -> None:
+def test_these_are_all(drawn: dict[str, Drawn]) -> None:
     assert tuple(drawn) == VALUES
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_file_and_a_notebook_have_the_same_svg(name: str, drawn: dict[str, Drawable], tmp_path: Path) -> None:
+def test_a_file_and_a_notebook_have_the_same_svg(name: str, drawn: dict[str, Drawn], tmp_path: Path) -> None:
     path = drawn[name].draw(tmp_path / "picture.svg")
     assert path == tmp_path / "picture.svg"
     text = path.read_text(encoding="utf-8")
@@ -101,7 +102,7 @@ def test_a_file_and_a_notebook_have_the_same_svg(name: str, drawn: dict[str, Dra
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_page_is_whole_and_needs_nothing(name: str, drawn: dict[str, Drawable], tmp_path: Path) -> None:
+def test_a_page_is_whole_and_needs_nothing(name: str, drawn: dict[str, Drawn], tmp_path: Path) -> None:
     text = drawn[name].draw(str(tmp_path / "picture.HTML")).read_text(encoding="utf-8")
     tags = Tags()
     tags.feed(text)
@@ -113,7 +114,7 @@ def test_a_page_is_whole_and_needs_nothing(name: str, drawn: dict[str, Drawable]
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_png(name: str, drawn: dict[str, Drawable], tmp_path: Path) -> None:
+def test_a_png(name: str, drawn: dict[str, Drawn], tmp_path: Path) -> None:
     pytest.importorskip("cairosvg", exc_type=(ImportError, OSError))
     data = drawn[name].draw(tmp_path / "picture.png").read_bytes()
     assert data.startswith(b"\x89PNG")
@@ -186,7 +187,7 @@ def test_an_empty_schedule() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
-def test_same_bytes_every_time(suffix: str, tmp_path: Path, drawn: dict[str, Drawable]) -> None:
+def test_same_bytes_every_time(suffix: str, tmp_path: Path, drawn: dict[str, Drawn]) -> None:
     files: list[Callable[[], Path]] = [lambda at=at: drawn["pipe"].draw(tmp_path / f"{at}{suffix}") for at in "ab"]
     first, second = (write().read_bytes() for write in files)
     assert first == second
