@@ -106,7 +106,7 @@ def test_boxes_can_be_seen(name: str) -> None:
 
 
 def test_golden(golden: Callable[[str, str], None]) -> None:
-    golden("viz/gpipe_256.svg", draw(step(), title="GPipe, 256 micro-batches"))
+    golden("viz/gpipe_folded.svg", draw(step(100), title="GPipe, 100 micro-batches"))
 
 
 def test_few_boxes_are_drawn_as_they_are() -> None:
