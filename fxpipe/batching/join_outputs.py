@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Output, is_opaque
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, tensors
 
 from .batch_dimension import follow
@@ -101,6 +102,8 @@ def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how
     if blame is not None and is_opaque(blame) and not kind.why:
         why = "nothing tells whether it is a mean or a sum over its samples"
         advice = f"write reduce={{{name!r}: 'mean'}} or reduce={{{name!r}: 'sum'}}"
+        if isinstance(blame.target, Opaque) and blame.target.advice:
+            advice += f"; or, to have {blame.target} traced, {blame.target.advice}"
     raise refuse(blame, f"{what}, {flow.types[value]}, is one value over the batch, and {why}", advice)
 
 

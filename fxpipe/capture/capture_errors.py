@@ -17,6 +17,7 @@ from torch import fx, nn
 from fxpipe.batching.op_errors import DATA_SIZES, SYMBOL, UNKNOWN, at
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir.graph.graph import Origin
+from fxpipe.ir.graph.opaque_call import SET_NO_PARAMETER
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent)
@@ -56,7 +57,8 @@ ADVICE = (
     (
         r"specialized integer from data-dependent expression",
         "it uses a tensor as a Python number, which an index x[i] with a 0-dim tensor does too",
-        "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]",
+        "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]; what a loop counts to, make "
+        "an int of the model's: self.depth = 3",
     ),
     (
         r"\.item\(\)|Tensor\.item|to scalar|data-dependent expression|tolist",
@@ -93,9 +95,9 @@ ADVICE = (
         WRITTEN_OUT,
     ),
     (
-        r"recompile.limit",
-        "the model was captured again and again for calls of different kinds",
-        "pass what changes from call to call as a tensor, or make fewer kinds of calls",
+        r"nn\.Parameter\(\)",
+        "it makes a parameter",
+        f"make it in __init__, or call the model once before: model(x); if it takes the place of one, {SET_NO_PARAMETER}",
     ),
 )
 # What the model itself raised.
@@ -172,7 +174,7 @@ def no_two_alike(model: nn.Module) -> CaptureError:
     return CaptureError(
         f"{type(model).__name__}, or a hook on it, changes what it depends on, so that no two calls are of one kind; "
         "does it append to a list? A hook may do so, and do nothing else with the list; else put values into a dict, "
-        "or return them"
+        "or return them. Does it count in a global variable? Let it count in the model: self.count += 1"
     )
 
 
@@ -250,10 +252,9 @@ def refusal(
 ) -> Refused:
     """The refusal for an error of Dynamo in these modules. `where`: the line, if known better than from the error;
     `sizes`: the sources of its symbols."""
-    chain = [error] + ([error.__cause__] if error.__cause__ is not None else [])
-    text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
-    stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
-    where = where or innermost(list(stack or ())) or _in_text(str(error))
+    text = str(error)
+    stack = next((s for e in (error, error.__cause__) if (s := getattr(e, "real_stack", None))), None)
+    where = where or innermost(list(stack or ())) or _in_text(text)
     if (ours := getattr(error, "inner_exception", None)) is not None:  # of what Dynamo gives its trace to
         return Refused(where, f"fxpipe fails with {type(ours).__name__}: {ours}", "report this: it is a defect")
     if A_PIPE in text:

@@ -45,6 +45,11 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
                     f"for one of {call.rows}; make forward independent of the batch size, or choose chunks so that "
                     f"all micro-batches are of one size"
                 )
+        if batch and _asked_by_user(guard) and _fails(guard.expr, batch, call.batch, traced):
+            raise CaptureError(
+                f"{_line(guard)}looks at the batch size, and does another thing for the whole batch of {call.batch} "
+                f"than for a micro-batch of {call.rows}; make forward independent of the batch size, or write chunks=1"
+            )
 
 
 def conditions(traced: Traced, draft: Draft, rows: Collection[int]) -> tuple[str, ...]:

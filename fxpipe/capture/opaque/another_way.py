@@ -38,5 +38,5 @@ def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: l
         if odd is None:
             return pieces.how
         tried.append(odd.refusal())
-        if not pieces.keep_around(now.twins, odd):
+        if not pieces.keep_around(now.twins, odd, tried[-1]):
             return None

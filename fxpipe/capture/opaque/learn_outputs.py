@@ -119,6 +119,8 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         piece: Piece = one.piece
         promise = _promise(one, two) if piece is two.piece else None
         if promise is None:
+            piece.writes = one.wrote or two.wrote
+            piece.varies = not alike(one.key, two.key)
             return piece
         seen = [call.contents(promise.without) for call in (one, two)]
         if samples is turned and seen[0] and seen[1]:

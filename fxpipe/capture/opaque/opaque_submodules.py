@@ -47,6 +47,9 @@ class Piece:
     - `asked`: whether a call was traced whose results are not learnt yet.
     - `wanted`: for these calls, which tensors needed a gradient.
     - `leaves`: whether a derivative that it takes goes back through what it is given.
+    - `writes`: whether it writes into what it is given; `varies`: whether that has other values in another run, besides
+      tensors.
+    - `around`: whether it is kept whole in place of one inside of it, which cannot be an op.
     - `told`: whether the user was warned.
     """
 
@@ -58,6 +61,9 @@ class Piece:
     asked: bool = False
     wanted: set[tuple[bool, ...]] = field(default_factory=set)
     leaves: bool = False
+    writes: bool = False
+    varies: bool = False
+    around: bool = False
     told: bool = False
 
     def __post_init__(self) -> None:
@@ -85,18 +91,20 @@ class Piece:
         """Why it cannot be kept whole."""
         path = str(self.opaque)
         odd = (
-            f"what {path} returns is no tensor, or of a shape that its arguments do not tell; or it writes into them",
+            f"what {path} returns is no tensor, or of a shape that its arguments do not tell",
             "return new tensors, of shapes that do not depend on the values of others",
         )
-        another = (
-            f"{path} is called with other arguments while the model is traced than when it runs",
-            "call it in the same way, whatever torch.compiler.is_compiling() says",
+        writes = f"{path} writes into what it is given", "write x = x + 1 in place of x += 1"
+        varies = (
+            f"{path} is given what is no tensor, and is another value in another run, or while the model is traced",
+            "give it tensors in place of numbers made of them, and the same whatever torch.compiler.is_compiling() says",
         )
         leaves = (
             f"{path} takes a derivative by a value from which what it is given was computed before",
-            "take the derivative in the module that computes both, or in the model's own forward",
+            "take the derivative in the forward of a submodule that computes both",
         )
-        reason = leaves if self.leaves else another if self.asked and self.opaque.promises else odd
+        differs = self.varies or (self.asked and bool(self.opaque.promises))
+        reason = leaves if self.leaves else writes if self.writes else varies if differs else odd
         found = Refused(self.opaque.origin, *reason)
         found.route = f"one graph, {path} kept whole"
         return found
@@ -157,7 +165,8 @@ class Pieces:
             twins.put_forward(old.twin, None)
             if key in there:
                 opaque = old.opaque
-                self._put(Opaque(opaque.path, opaque.module, opaque.origin, opaque.reason), old.twin, twins)
+                again = Opaque(opaque.path, opaque.module, opaque.origin, opaque.reason, advice=opaque.advice)
+                self._put(again, old.twin, twins, old.around)
         self._keep_scripts(twins)
         return bool(stale)
 
@@ -169,8 +178,8 @@ class Pieces:
             if isinstance(twin, ScriptTwin) and not known:
                 self._put(Opaque(path, twin.script, reason=WHY), twin, twins)
 
-    def _put(self, opaque: Opaque, twin: nn.Module, twins: Twins) -> None:
-        self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin), self)
+    def _put(self, opaque: Opaque, twin: nn.Module, twins: Twins, around: bool = False) -> None:
+        self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin), self, around=around)
         twins.put_forward(twin, piece.forward)
 
     def _drop(self, twin: nn.Module, twins: Twins) -> None:
@@ -192,17 +201,26 @@ class Pieces:
             return False
         named = {id(module): (path, module) for path, module in twins.named()}
         inside = [named[key] for key in refused.modules or () if key in named]
-        return self._keep(inside, refused.where or NOWHERE, refused.reason, twins)
+        return self._keep(inside, refused.where or NOWHERE, refused.reason, refused.advice, twins)
 
-    def keep_around(self, twins: Twins, piece: Piece) -> bool:
-        """Keep the submodule around a piece whole, in place of the piece."""
+    def keep_around(self, twins: Twins, piece: Piece, refused: Refused) -> bool:
+        """Keep the submodule around a piece whole, in place of the piece, which is `refused`."""
         self.given_up.add(id(piece.twin))
         self._drop(piece.twin, twins)
         path, part = piece.opaque.path, piece.twin
         around = [(p, m) for p, m in twins.named() if (_is_inside(path, p) if p else part in set(m.modules()))]
-        return self._keep(around, piece.opaque.origin, piece.opaque.reason, twins)
+        reason = f"{piece.opaque.reason}; and {refused.reason}"
+        return self._keep(around, piece.opaque.origin, reason, refused.advice, twins, around=True)
 
-    def _keep(self, inside: Sequence[tuple[str, nn.Module]], origin: Origin, reason: str, twins: Twins) -> bool:
+    def _keep(
+        self,
+        inside: Sequence[tuple[str, nn.Module]],
+        origin: Origin,
+        reason: str,
+        advice: str,
+        twins: Twins,
+        around: bool = False,
+    ) -> bool:
         """Keep the innermost of these submodules whole. If another one of its class is kept already (one of many
         layers), keep all of the class: each one alone would cost another trace of the whole model."""
         for path, module in reversed(inside):
@@ -216,7 +234,7 @@ class Pieces:
                     if not _is_inside(place, *(piece.opaque.path for piece in self.of.values())):
                         for part in one.modules():
                             self._drop(part, twins)
-                        self._put(Opaque(place, twins.original(one), origin, reason), one, twins)
+                        self._put(Opaque(place, twins.original(one), origin, reason, advice=advice), one, twins, around)
                 return True
         return False
 
@@ -227,26 +245,29 @@ class Pieces:
 
     def tell(self) -> None:
         """Warn of each piece that is called, once; pieces of one class with one reason share a warning."""
-        new: dict[tuple[type, str], list[Opaque]] = {}
+        new: dict[tuple[type, str], list[Piece]] = {}
         for piece in self.of.values():
             if not piece.told and piece.opaque.promises:
                 piece.told = True
-                new.setdefault((type(piece.opaque.module), piece.opaque.because), []).append(piece.opaque)
+                new.setdefault((type(piece.opaque.module), piece.opaque.because), []).append(piece)
         for alike in new.values():
             warnings.warn(_told(alike[0], len(alike) - 1), stacklevel=2)
 
 
-def _told(opaque: Opaque, others: int) -> str:
+def _told(piece: Piece, others: int) -> str:
+    opaque = piece.opaque
     has_line = opaque.origin.line > 0
     runs = "as plain Python" if has_line else "as it is"
+    traced = f"to have {'less kept whole' if piece.around else 'it traced'}, {opaque.advice}" if opaque.advice else ""
     if opaque.path:
         more = f", as {others} more of its class are" if others else ""
         what = f"one opaque op that no cut goes through and that runs {runs}"
-        return f"{opaque} is kept whole{more}: {what}, {opaque.because}"
+        return f"{opaque} is kept whole{more}: {what}, {opaque.because}" + f"; {traced}" * bool(traced)
     move = "move these lines into the forward of a submodule" if has_line else "let this be done to submodules"
+    advice = traced if piece.around and traced else f"{move}, and the rest is cut" + f"; or, {traced}" * bool(traced)
     return (
         f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs {runs} "
-        f"on each micro-batch, {opaque.because}; {move}, and the rest is cut"
+        f"on each micro-batch, {opaque.because}; {advice}"
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fxpipe.capture.nested_values import Memo, Swap, change
 from fxpipe.capture.tracing.storageless_tensors import hollow
 from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.opaque_call import SET_NO_PARAMETER
 
 from .attribute_changes import PARTS
 from .change_watch import FACTS, Watch
@@ -319,9 +320,10 @@ class Twins:
             new = slot.own.get(slot.key)
             if new is not slot.twin:
                 if slot.kind == "parameter" or new is None:
+                    keep = f"set it to a tensor, such as torch.zeros_like(self.{slot.key})"
                     raise CaptureError(
                         f"forward sets {slot.path} ({slot.kind}) to {'None' if new is None else 'another tensor'}; "
-                        f"give it its shape in __init__, as a buffer: self.register_buffer({slot.key!r}, ...)"
+                        + (SET_NO_PARAMETER if slot.kind == "parameter" else keep)
                     )
                 found[id(new)] = slot
         for path, twin in self.named():

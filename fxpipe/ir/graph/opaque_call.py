@@ -33,6 +33,7 @@ Scaled = tuple[int, int, int, int]
 Place = tuple[int, ...]  # where a part of a result is: the number of the part, of the part in that part, and so on
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 NOWHERE = Origin("", 0, "", "")
+SET_NO_PARAMETER = "compute with the other tensor itself, as in torch.nn.functional.linear(x, weight)"
 LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=LOCKS.clear)  # the thread of the parent that holds a lock is not in the child
@@ -113,7 +114,7 @@ class Opaque:
     `names`, returns a tuple of the tensors in the submodule's result, in order; a single tensor without the tuple.
 
     - `path`: the submodule's path in the model, "" for the model itself.
-    - `origin`, `reason`: the line that cannot be traced, and why.
+    - `origin`, `reason`, `advice`: the line that cannot be traced, why, and what to write instead.
     - `promises`: the kinds of calls captured so far; if there are none, results are not checked.
     - `written`: lines that write into its results.
     - `remembers`: attributes that its forward sets, or sources of random numbers other than torch; with any, it may
@@ -130,6 +131,7 @@ class Opaque:
     written: list[Origin] = field(default_factory=list)
     remembers: set[str] = field(default_factory=set)
     deferred: int | None = None
+    advice: str = ""
     is_opaque: ClassVar[bool] = True
 
     @property
@@ -327,18 +329,19 @@ def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
             locks.enter_context(LOCKS.setdefault(part, threading.RLock()))
         there = slots(module)
         known = {(id(part), key) for _, part, key in there}
+        are_buffers = [key in part._buffers for _, part, key in there]
         places: list[tuple[dict[str, Any], str]] = []
-        for _, part, key in there:
-            places.append((part._buffers if key in part._buffers else part._parameters, key))
+        for (_, part, key), is_buffer in zip(there, are_buffers, strict=True):
+            places.append((part._buffers if is_buffer else part._parameters, key))
         own = [held[key] for held, key in places]
         try:
             for (held, key), tensor in zip(places, tensors, strict=True):
                 held[key] = tensor
             yield
-            for (held, key), tensor in zip(places, tensors, strict=True):
+            for (path, _, _), is_buffer, (held, key), tensor in zip(there, are_buffers, places, tensors, strict=True):
                 now = held[key] if key in held else None  # noqa: SIM401  # a script module's has no get
                 if now is not tensor:
-                    _copy(now, tensor, key)
+                    _copy(now, tensor, path, is_buffer)
             _refuse_new(module, known)
         finally:
             for (held, key), mine in zip(places, own, strict=True):
@@ -355,9 +358,11 @@ def _refuse_new(module: nn.Module, known: set[tuple[int, str]]) -> None:
         )
 
 
-def _copy(new: Any, buffer: Tensor, key: str) -> None:
+def _copy(new: Any, buffer: Tensor, path: str, is_buffer: bool) -> None:
+    if not is_buffer:  # whose gradient would go to the new one
+        raise RuntimeError(f"forward sets {path} to another parameter; {SET_NO_PARAMETER}")
     if not isinstance(new, Tensor) or new.shape != buffer.shape:
-        raise RuntimeError(f"forward sets {key} to something of another shape; a buffer must keep its shape")
+        raise RuntimeError(f"forward sets {path} to something of another shape; a buffer must keep its shape")
     with torch.no_grad():
         buffer.copy_(new)
 
