@@ -112,10 +112,12 @@ def _no_batch(model: nn.Module, call: Call, runs: int, fails: int, error: Except
     where, name = failed(error, "").where, type(model).__name__
     cut = [leaf for leaf in call.leaves.values() if leaf.batch_dim is not None]
     shown = " and ".join(f"dimension {leaf.batch_dim} of {leaf.path}, {typed(leaf.real)}," for leaf in cut)
-    path = cut[0].path
+    # The first one is most likely to have samples, and the target has as many; the fewer dimensions, the less likely.
+    others = [leaf for leaf in cut[1:] if re.split(r"[.\[]", leaf.path)[0] not in call.target]
+    path = min(reversed(others or cut[:1]), key=lambda leaf: leaf.real.dim()).path
     advice = (
-        f"If that is no batch, write batch_dim={{{path!r}: None}}: every micro-batch gets all of {path}. If {name} "
-        f"needs a batch of {runs}, do so with chunks=1"
+        f"If {path} has no batch, write batch_dim={{{path!r}: None}}: every micro-batch gets all of it. If {name} "
+        f"needs a batch of {runs}, write chunks=1"
     )
     for parameter in forward_signature(model).parameters.values():
         default = parameter.default

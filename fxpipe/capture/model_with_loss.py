@@ -115,6 +115,8 @@ def name_loss(graph: Graph, own: bool) -> Graph:
 def _advice(graph: Graph, returned: Any, own: bool) -> str:
     """The end of an error: what is returned in place of a loss, and what to write."""
     types = graph.types
+    if type(returned) in (int, float):  # its value is one of tensors without memory
+        return "a number of Python's, no tensor; let it return the tensor, without .item() or float()"
     shown = spelled(returned, lambda part: str(types[part.name]) if isinstance(part, Ref) else None)
     path = _path_of_number(returned, types)
     if own:

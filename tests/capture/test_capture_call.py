@@ -298,9 +298,9 @@ def test_a_model_that_looks_at_the_batch_size():
     seen = []
     call_capture = CallCapture(Conditional(), sizes=sizes.__getitem__)
     run = run_on(call_capture.model, seen)
-    # It does what the model does with a micro-batch of the size that there is.
     assert torch.equal(call_capture((torch.zeros(8),), {}, run), torch.ones(8))
-    assert torch.equal(call_capture((torch.zeros(6),), {}, run), -torch.ones(6))
+    with pytest.raises(CaptureError, match=r"(?s)x.shape\[0\] > 3.*whole batch of 6 than for a micro-batch of 3"):
+        call_capture((torch.zeros(6),), {}, run)
     with pytest.raises(
         CaptureError, match=r"(?s)test_capture_call.py:\d+.*x.shape\[0\] > 3.*micro-batch of 3 than for one of 4"
     ):

@@ -232,8 +232,8 @@ def test_features_taken_for_the_batch() -> None:
         "2: it raises RuntimeError: "
     )
     assert str(caught.value).endswith(
-        "\nIf that is no batch, write batch_dim={'x': None}: every micro-batch gets all of x. If Features needs a "
-        "batch of 4, do so with chunks=1"
+        "\nIf x has no batch, write batch_dim={'x': None}: every micro-batch gets all of it. If Features needs a "
+        "batch of 4, write chunks=1"
     )
     assert caught.value.__cause__ is None
     for way in ({"chunks": 1}, {"chunks": 2, "batch_dim": {"x": None}}):

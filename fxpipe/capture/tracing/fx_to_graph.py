@@ -262,6 +262,11 @@ def _refuse_writes(build: Builder, names: list[str], node: fx.Node, origin: Orig
                 f"place of {item.name} += 1"
             )
     for state in (build.state_of[name] for name in names if name in build.state_of):
+        if state.kind == "constant" and state.path.startswith("G["):  # as Dynamo spells what a global variable holds
+            raise CaptureError(
+                f"{at(origin)}writes into a tensor that it reaches by a global variable; hold it in the model, as a "
+                "buffer, or the module that has it as a submodule"
+            )
         if state.kind == "constant":
             raise CaptureError(
                 f"{at(origin)}writes into {state.path}, a plain tensor attribute; "
