@@ -65,8 +65,7 @@ class Kind:
         floats = made_of_floats(traced) if self.traced.folded else None
         if refused := written_by_dynamo(traced) or derived(traced) or floats:
             raise refused
-        call = now.call
-        if call.lists and (refused := compared_type(now.twins, kept, call.rest, call.lists)):
+        if refused := now.compared_type(kept):
             raise refused
 
     @property
@@ -142,6 +141,12 @@ class Now:
             return leaf.real
         slot = self.twins.of.get(id(tensor))
         return tensor if slot is None or slot.real is None else slot.real
+
+    def compared_type(self, kept: Container[int]) -> Refused | None:
+        """The refusal of a line, in no submodule that is kept whole, that goes by the type of a list that something
+        else stands for: the trace may have gone wrong there."""
+        call = self.call
+        return compared_type(self.twins, kept, call.rest, call.lists) if call.lists else None
 
     def fed(self, graph: Graph) -> tuple[Any, ...]:
         """The real values of the graph's inputs."""

@@ -333,6 +333,7 @@ class CallCapture:
                 self._routes.turn(others)
                 continue
             except Refused as refused:
+                refused = now.compared_type(self.pieces.of) or refused
                 tried.append(refused.spelled(partial(size_of, now.call)))
                 tried[-1].route = how
                 if refused.steered and self._diagnosed(tried[-1], now.call, now.request) is not tried[-1]:

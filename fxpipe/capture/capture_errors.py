@@ -57,8 +57,8 @@ ADVICE = (
     (
         r"specialized integer from data-dependent expression",
         "it uses a tensor as a Python number, which an index x[i] with a 0-dim tensor does too",
-        "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]; what a loop counts to, make "
-        "an int of the model's: self.depth = 3",
+        "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]; what a loop counts to, "
+        "make an int of the model's: self.depth = 3",
     ),
     (
         r"\.item\(\)|Tensor\.item|to scalar|data-dependent expression|tolist",
@@ -97,7 +97,13 @@ ADVICE = (
     (
         r"nn\.Parameter\(\)",
         "it makes a parameter",
-        f"make it in __init__, or call the model once before: model(x); if it takes the place of one, {SET_NO_PARAMETER}",
+        f"make it in __init__, or call the model once before: model(x); in place of another, {SET_NO_PARAMETER}",
+    ),
+    (
+        r"Missing `as_proxy\(\)`",
+        "it gives a function of torch what is no tensor or number, such as a list whose items are the samples, or one "
+        "that a submodule kept whole returns",
+        "let a submodule do that, which returns a tensor",
     ),
 )
 # What the model itself raised.

@@ -17,7 +17,7 @@ from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.batching.op_errors import at
 from fxpipe.capture.batch_size.places_of_rows import with_checked_places
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.capture.tracing.storageless_tensors import dense, like_traced
+from fxpipe.capture.tracing.storageless_tensors import dense, has_no_values, like_traced
 from fxpipe.capture.tracing.symbolic_sizes import type_of
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
@@ -56,7 +56,8 @@ class Finished:
     constants: Mapping[str, int]
 
     def renewed(self, flat: tuple[Any, ...]) -> Finished:
-        """The same with the constants of this call: a plain tensor attribute may have been set to another tensor."""
+        """The same with the constants of this call: a plain tensor attribute may have been set to another tensor.
+        Raises CaptureError for one that a trace has set, and that is not the model's, so that it is not set back."""
         if not self.constants:
             return self
         totals = self.graph.totals
@@ -64,6 +65,14 @@ class Finished:
         old = {state.name: state.value for state in states if state.name in self.constants}
         if all(flat[place] is old[name] for name, place in self.constants.items()):
             return self
+        for name, place in self.constants.items():
+            if has_no_values(flat[place]):
+                flat[place].data = old[name].detach().clone()  # what is outside of the model holds it now
+                raise CaptureError(
+                    f"forward, or the loss, reads a tensor ({old[name].dtype}, {list(old[name].shape)}) by a global "
+                    "variable or a closure, and sets it to another one; hold it in an attribute of the model, or of "
+                    "the object that loss_fn is"
+                )
         new = self._with_constants(self.graph, flat)
         return replace(self, graph=replace(new, totals=totals and self._with_constants(totals, flat)))
 

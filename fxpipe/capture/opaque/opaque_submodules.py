@@ -97,7 +97,7 @@ class Piece:
         writes = f"{path} writes into what it is given", "write x = x + 1 in place of x += 1"
         varies = (
             f"{path} is given what is no tensor, and is another value in another run, or while the model is traced",
-            "give it tensors in place of numbers made of them, and the same whatever torch.compiler.is_compiling() says",
+            "give it tensors in place of numbers made of them, the same whatever torch.compiler.is_compiling() says",
         )
         leaves = (
             f"{path} takes a derivative by a value from which what it is given was computed before",

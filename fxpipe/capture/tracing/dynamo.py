@@ -46,6 +46,7 @@ from fxpipe.torch_internals.tracing.known_values import known_values
 from fxpipe.torch_internals.tracing.numpy_folding import folding
 from fxpipe.torch_internals.tracing.patched import quiet
 from fxpipe.torch_internals.tracing.python_effects import PythonEffects, python_effects
+from fxpipe.torch_internals.tracing.remembered_items import REMEMBERED_ITEMS, no_items_of
 from fxpipe.torch_internals.tracing.saved_variables import saved_variables
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor, FakeTensorMode
 from fxpipe.torch_internals.tracing.trace_context import TRACE_CONTEXT, guarded, translator_in, untimed_guards
@@ -55,6 +56,7 @@ from .input_values import NO_ASSERTIONS, Assertions, ReadValues, ValuesRead, ass
 from .layers.leaves import Layers, Outer, modes
 from .layers.place_layers import Placed
 from .rewriting.inline_checkpoints import inline_checkpoints
+from .storageless_tensors import has_no_values
 
 MOST_TRACES = 64  # of one function
 MOST_WITH_VALUES = 16
@@ -158,7 +160,7 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
         own().ways.traces_with_values += read is not None
         return own().captured(Traced(placed.module, mode, names, boxed, folded, guarded(), placed, read, asserts))
 
-    for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS):
+    for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS, REMEMBERED_ITEMS):
         capability.need("capturing a model")
     configured = _Configured(own)
     fresh = _fresh(function)
@@ -311,6 +313,7 @@ class _Configured:
                 cudnn_flags(),
                 recorded_runs(),
                 python_effects(self.effects),
+                no_items_of(has_no_values),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better
                 untimed_guards(),
             ):

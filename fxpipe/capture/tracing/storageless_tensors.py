@@ -34,10 +34,20 @@ def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, i
     with torch.inference_mode(False), torch.no_grad():
         made = without_memory(size, stride, real.dtype, device or real.device)
         if made.dim() == 0:
-            made.zero_()  # Dynamo remembers the item of a 0-dim tensor
-        if isinstance(real, nn.Parameter):
-            return nn.Parameter(made, requires_grad=real.requires_grad)
-        return made.requires_grad_(real.requires_grad)
+            made.zero_()  # torch looks at the item of a 0-dim tensor
+        is_parameter = isinstance(real, nn.Parameter)
+        made = nn.Parameter(made, requires_grad=False) if is_parameter else made
+        return _marked(made).requires_grad_(real.requires_grad)
+
+
+def _marked(made: Tensor) -> Tensor:
+    made._has_no_values = True  # type: ignore[attr-defined]
+    return made
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one, so that its item is not that of the model or the user."""
+    return getattr(tensor, "_has_no_values", False)
 
 
 def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -51,7 +61,7 @@ def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 def like_traced(fake: Tensor) -> Tensor:
     """A tensor without memory like a fake one: a size that varies is that of the traced call, one that depends on data
     is 1."""
-    return without_memory(traced_sizes(fake.shape), traced_sizes(fake.stride()), fake.dtype, fake.device)
+    return _marked(without_memory(traced_sizes(fake.shape), traced_sizes(fake.stride()), fake.dtype, fake.device))
 
 
 def traced_sizes(sizes: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
