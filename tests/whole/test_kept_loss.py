@@ -103,7 +103,8 @@ def test_says_to_write_reduce() -> None:
     assert re.sub(r"\(it .*?\)", "(...)", str(caught.value)) == (
         f"loss_fn is kept whole because of test_kept_loss.py:{line}  if float(loss.max()) > most * 1e6: (...), and\n"
         "the loss, f64[], is one value over the batch, and nothing tells whether it is a mean or a sum over its "
-        "samples; write reduce={'loss': 'mean'} or reduce={'loss': 'sum'}"
+        "samples; write reduce={'loss': 'mean'} or reduce={'loss': 'sum'}; or, to have loss_fn traced, keep it a "
+        "tensor: the operations take 0-dim tensors too"
     )
 
 

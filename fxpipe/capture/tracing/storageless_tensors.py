@@ -10,9 +10,13 @@ tensors may meanwhile be anywhere, on other devices too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+STAND_INS: Any = WeakIdKeyDictionary()  # a set; no attribute of a tensor, which would be taken for the user's
 
 
 def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, int] | None = None) -> Tensor:
@@ -41,13 +45,13 @@ def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, i
 
 
 def _marked(made: Tensor) -> Tensor:
-    made._has_no_values = True  # type: ignore[attr-defined]
+    STAND_INS[made] = True
     return made
 
 
 def has_no_values(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one, so that its item is not that of the model or the user."""
-    return getattr(tensor, "_has_no_values", False)
+    return tensor in STAND_INS
 
 
 def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
