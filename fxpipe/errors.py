@@ -38,7 +38,8 @@ class MixedSamplesWarning(UserWarning):
 
 class BatchStatisticsWarning(UserWarning):
     """BatchNorm in training uses the mean and variance of each micro-batch, not those of the batch. The message names
-    the norms, what `deferred_batch_norm=True` changes and what it does not, and how to switch the warning off."""
+    the norms, what `deferred_batch_norm=True` changes and what it does not, and how to switch the warning off. Or each
+    micro-batch writes into other buffers, which the message names."""
 
 
 class UnfinishedSearchWarning(UserWarning):

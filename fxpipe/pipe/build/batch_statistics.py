@@ -1,10 +1,11 @@
-"""The warning about norms that normalise by the statistics of their batch.
+"""The warnings about norms that normalise by the statistics of their batch, and about other buffers forward writes.
 
     y = batch_norm(x, mean, var, w, b, training=True)      of the samples of a micro-batch, not of the batch
 
 A micro-batch has its own mean and variance. So outputs and gradients of the pipe are those of the plain model on each
 micro-batch by itself, and running statistics are updated once for each micro-batch. A warning says so once, unless the
-user has set `deferred_batch_norm`; `pipe.explain()` always says it.
+user has set `deferred_batch_norm`; `pipe.explain()` always says it. Another buffer that forward writes, such as a
+counter, the vectors of `spectral_norm`, or averages of codes, is written by each micro-batch in turn.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import nn
 from fxpipe.errors import BatchStatisticsWarning
 from fxpipe.ir.graph.graph import Graph, Origin, Ref
 from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.shared_memory_values import memory_of
+from fxpipe.ir.once import once
 from fxpipe.ir.operators.batch_norm_ops import arguments
 from fxpipe.ir.units import count
 
@@ -59,6 +62,15 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
     return tuple(found.values())
 
 
+@once
+def written_buffers(graph: Graph) -> tuple[str, ...]:
+    """The paths of the buffers that forward writes, but for those of batch norms."""
+    root, norms = memory_of(graph), tuple(f"{norm.path}." for norm in batch_norms(graph) if norm.path)
+    written = {root[name] for op in graph.ops if arguments(op) is None for name in op.writes if name in root}
+    states = [state for state in graph.states if state.kind == "buffer" and root.get(state.name) in written]
+    return tuple(state.path for state in states if not state.path.startswith(norms))
+
+
 def _is_batch_norm(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, "original_name", "") in SCRIPTED
@@ -81,6 +93,18 @@ def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:
     )
 
 
+def tell_written(paths: Sequence[str], times: int) -> None:
+    """Warn about buffers that forward writes, so many times for a batch."""
+    warnings.warn(
+        f"forward writes into {_names(paths)}: each micro-batch does so in turn, {times} times for the batch, and what "
+        "forward reads there is what the micro-batches before have left. So outputs, gradients and these buffers may "
+        "be others than those of the plain model, which writes once. For one write to a batch, write chunks=1, or "
+        "write into them outside of forward, after the step. If this is meant, filter this warning.",
+        BatchStatisticsWarning,
+        stacklevel=2,
+    )
+
+
 def line(norms: Sequence[BatchNorm], deferred: bool, replicas: bool) -> str:
     """The line of `pipe.explain()` about these norms."""
     running = "the whole batch, at its end" if deferred else "each micro-batch, in turn"
@@ -91,6 +115,12 @@ def line(norms: Sequence[BatchNorm], deferred: bool, replicas: bool) -> str:
     )
 
 
-def _names(norms: Sequence[BatchNorm]) -> str:
-    names = ", ".join(map(str, norms[:SHOWN]))
-    return names if len(norms) <= SHOWN else f"{count(len(norms), 'norm', 'norms')} ({names}, ...)"
+def line_of_written(paths: Sequence[str]) -> str:
+    """The line of `pipe.explain()` about buffers that forward writes."""
+    return f"written buffers: each micro-batch writes into {_names(paths)}, in turn"
+
+
+def _names(found: Sequence[BatchNorm] | Sequence[str]) -> str:
+    names = ", ".join(map(str, found[:SHOWN]))
+    what = ("buffer", "buffers") if isinstance(found[0], str) else ("norm", "norms")
+    return names if len(found) <= SHOWN else f"{count(len(found), *what)} ({names}, ...)"

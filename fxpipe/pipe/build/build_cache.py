@@ -154,8 +154,8 @@ class BuildCache:
         self.last = made
         if not self._told_checkpoints and self.leads() and (graph.loss is not None or graph.training):
             self._told_checkpoints = tell_of_checkpoints(made.plan, graph)
-        if made.batch_norms and not self._told_statistics:
-            self._tell_batch_norms(made, batch_size(graph, inputs))
+        if not self._told_statistics and (made.batch_norms or batch_statistics.written_buffers(graph)):
+            self._tell_statistics(made, batch_size(graph, inputs))
         return made
 
     def _settle(self, graph: Graph, made: Build) -> None:
@@ -208,12 +208,15 @@ class BuildCache:
         """Keep the tensors where a pipe of another copy of the model has them."""
         self.home, self.owners = other.home, dict(other.owners)
 
-    def _tell_batch_norms(self, made: Build, batch: int) -> None:
-        """Warn once about norms that use the statistics of micro-batches."""
+    def _tell_statistics(self, made: Build, batch: int) -> None:
+        """Warn once about norms that use the statistics of micro-batches, and of buffers that each of them writes."""
         rows = split_sizes(batch, self.options.chunks)
-        unsaid = self.options.deferred_batch_norm is None and not made.plan.deferred_batch_norm
-        if unsaid and self.leads() and len(rows) > 1:
-            self._told_statistics = True
+        if not self.leads() or len(rows) == 1:
+            return
+        self._told_statistics = True
+        if written := batch_statistics.written_buffers(made.graph):
+            batch_statistics.tell_written(written, len(rows))
+        if made.batch_norms and self.options.deferred_batch_norm is None and not made.plan.deferred_batch_norm:
             batch_statistics.tell(made.batch_norms, batch, rows)
 
     def profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:

@@ -128,6 +128,9 @@ def special_lines(build: Build) -> list[str]:
     replicas = any(stage.replicas for stage in build.plan.stages)
     if build.batch_norms and (build.plan.chunks > 1 or replicas):
         lines.append(batch_statistics.line(build.batch_norms, build.plan.deferred_batch_norm, replicas))
+    written = batch_statistics.written_buffers(build.graph)
+    if written and (build.plan.chunks > 1 or replicas):
+        lines.append(batch_statistics.line_of_written(written))
     return ["", *lines] if lines else []
 
 

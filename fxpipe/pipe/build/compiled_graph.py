@@ -176,8 +176,10 @@ class Compiled:
         live = self._lives.get(True)
         if live is None:
             live = self._lives[True] = self._captured(flat)
+            rows = split_sizes(max(self.sizes(flat)), self.options.chunks)
+            if len(rows) > 1 and (written := batch_statistics.written_buffers(live.build.graph)):
+                batch_statistics.tell_written(written, len(rows))
             if live.build.batch_norms and self.options.deferred_batch_norm is None:
-                rows = split_sizes(max(self.sizes(flat)), self.options.chunks)
                 batch_statistics.tell(live.build.batch_norms, max(self.sizes(flat)), rows)
         else:
             live.piece.check(flat, self._micro_batches)

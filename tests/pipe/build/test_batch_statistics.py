@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import BatchStatisticsWarning
+from fxpipe.pipe.build import batch_statistics
 from tests.whole.test_deferred_norms import Whole
 
 
@@ -108,3 +109,36 @@ def test_torch_compile_says_it_too() -> None:
     with pytest.warns(BatchStatisticsWarning, match="2 samples, not"):
         compiled(torch.randn(4, 3, 2, 2))
     torch._dynamo.reset()
+
+
+class Counts(nn.Module):
+    """Buffers that forward writes in place and anew, one of them through a view, beside those of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.last = nn.utils.parametrizations.spectral_norm(self.last)
+        for name in ("seen", "calls", "kept"):
+            self.register_buffer(name, torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        if self.training:
+            self.seen[0] += h.detach().mean()
+            self.calls = self.calls + 1
+        y: Tensor = self.last(h) + self.calls.sum() + self.kept.sum()
+        return y
+
+
+def test_a_warning_names_other_buffers_that_forward_writes(compile: Any) -> None:
+    pipe = compile(Counts(), deferred_batch_norm=True)
+    (text,) = told(pipe, torch.randn(8, 4), torch.randn(8, 4))
+    assert text.startswith("forward writes into 4 buffers (")
+    assert "4 times for the batch" in text
+    assert set(batch_statistics.written_buffers(pipe.build.graph)) == {
+        "seen", "calls", *(f"last.parametrizations.weight.0._{name}" for name in "uv"),
+    }  # fmt: skip
+    assert "written buffers: each micro-batch writes into 4 buffers (" in pipe.explain()
+    assert told(compile(Counts(), 1), torch.randn(8, 4)) == []
+    assert told(compile(Counts().eval()), torch.randn(8, 4)) == []
+    assert told(compile(net()), torch.randn(8, 4)) == []
