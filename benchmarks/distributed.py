@@ -1,9 +1,11 @@
 """Steps over two ranks, beside torch.distributed.pipelining over gloo: the same stages, in the same two processes.
 
-    python -m benchmarks.distributed
+    python -m benchmarks.distributed [--nccl] [--json FILE]
 
 Ranks of one machine hand values to each other in memory that they share; as "far" they do what they would if they were
 on two machines: TCP connections of their own for values of at most 256 KiB, as all are here, and gloo for larger ones.
+
+With `--nccl` the ranks have a GPU each, or share the one there is, and all of it goes over NCCL.
 
 The first table is of stages that do next to nothing: what an action costs, beyond what the rank computes that has most
 to do (timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how much
@@ -14,6 +16,7 @@ on each rank, which the peer cannot be given: its stages hand values to the next
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +39,8 @@ from benchmarks.models import UNet
 from benchmarks.timing import in_turn
 from benchmarks.workload import Workload
 from fxpipe.engines.transports.same_machine import SWITCH
+from tests.whole.ranks import backends
+from tests.whole.ranks.backends import device_here
 
 RANKS = 2
 PLAIN = "plain loop on one rank"
@@ -52,9 +57,27 @@ Seconds = Mapping[str, list[float]]
 # One step of each -----------------------------------------------------------------------------------------------------
 
 
+def here(work: Workload) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
+    """The model and its batch, on the device of this rank."""
+    x, y = work.batch()
+    return work.model().to(device_here()), (x.to(device_here()), y.to(device_here()))
+
+
+def waiting(step: Callable[[], object]) -> Callable[[], object]:
+    """The step, until this rank's device is done."""
+
+    def run() -> object:
+        found = step()
+        if device_here() == "cuda":
+            torch.cuda.synchronize()
+        return found
+
+    return run
+
+
 def plain(work: Workload) -> Step:
     """On rank 0; the other one waits."""
-    model, (x, y) = work.model(), work.batch()
+    model, (x, y) = here(work)
 
     def step() -> Tensor | None:
         loss = None
@@ -71,7 +94,8 @@ def plain(work: Workload) -> Step:
 
 def busiest(work: Workload) -> Callable[[], None]:
     """What the last rank computes, on both ranks at once: half of the layers and the loss, with nothing between."""
-    model, (x, y) = work.model()[work.stages // 2 :], work.batch()
+    whole, (x, y) = here(work)
+    model = whole[work.stages // 2 :]
     pieces = [(a.detach().requires_grad_(), b) for a, b in zip(x.split(work.rows), y.split(work.rows), strict=True)]
 
     def step() -> None:
@@ -84,7 +108,7 @@ def busiest(work: Workload) -> Callable[[], None]:
 
 
 def ours(work: Workload, schedule: str, far: bool = False) -> tuple[Step, nn.Module]:
-    model, (x, y) = work.model(), work.batch()
+    model, (x, y) = here(work)
     os.environ[SWITCH] = str(int(not far))
     stages = work.stages if schedule == "interleaved" else RANKS
     split_at = [str(k * work.stages // stages) for k in range(1, stages)]
@@ -109,11 +133,11 @@ def ours(work: Workload, schedule: str, far: bool = False) -> tuple[Step, nn.Mod
 def theirs(work: Workload, schedule: str) -> tuple[Step, nn.Module]:
     from torch.distributed import pipelining
 
-    model, (x, y), rank = work.model(), work.batch(), dist.get_rank()
+    (model, (x, y)), rank = here(work), dist.get_rank()
     stages = work.stages if schedule == "interleaved" else RANKS
     each = work.stages // stages
     mine = [
-        pipelining.PipelineStage(model[k * each : (k + 1) * each], k, stages, torch.device("cpu"))
+        pipelining.PipelineStage(model[k * each : (k + 1) * each], k, stages, x.device)
         for k in range(rank, stages, RANKS)
     ]
     kind = getattr(pipelining, SCHEDULES[schedule])
@@ -139,7 +163,7 @@ def candidates(work: Workload) -> dict[str, Callable[[], object]]:
         peer, model = theirs(work, schedule)
         peer()
         found[f"{PEER}, {schedule}"] = peer
-        for name, far in ((OURS, False), (OURS_FAR, True)):
+        for name, far in ((OURS, False), (OURS_FAR, True))[: 1 if device_here() == "cuda" else 2]:
             own, same = ours(work, schedule, far)
             own()
             for p, q in zip(model.parameters(), same.parameters(), strict=True):
@@ -147,12 +171,12 @@ def candidates(work: Workload) -> dict[str, Callable[[], object]]:
                     assert q.grad is not None
                     torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-6)
             found[f"{name}, {schedule}"] = own
-    return found
+    return {name: waiting(step) for name, step in found.items()}
 
 
-def unets(rows: int, size: int, width: int, chunks: int) -> dict[str, Step]:
+def unets(rows: int, size: int, width: int, chunks: int) -> dict[str, Callable[[], object]]:
     """A U-Net over two and over four stages, and the plain loop of it."""
-    x = torch.randn(rows * chunks, 3, size, size)
+    x = torch.randn(rows * chunks, 3, size, size, device=device_here())
 
     def loss_of(output: Tensor) -> Tensor:
         return output.square().mean()
@@ -167,7 +191,7 @@ def unets(rows: int, size: int, width: int, chunks: int) -> dict[str, Step]:
 
     os.environ[SWITCH] = "1"
     torch.manual_seed(0)
-    model, found = UNet(2, width, depth=2), {PLAIN: alone}
+    model, found = UNet(2, width, depth=2).to(device_here()), {PLAIN: alone}
     for schedule in ("1f1b", "interleaved"):
         torch.manual_seed(0)
         pipe = fxpipe.compile(UNet(2, width, depth=2), RANKS, chunks, schedule=schedule, checkpoint="never")
@@ -178,31 +202,31 @@ def unets(rows: int, size: int, width: int, chunks: int) -> dict[str, Step]:
             return loss
 
         found[f"fxpipe, {schedule}"] = step
-    return found
+    return {name: waiting(step) for name, step in found.items()}
 
 
 # Two processes --------------------------------------------------------------------------------------------------------
 
 
 def serve(
-    end: Connection, rank: int, meeting: str, rounds: int, works: Sequence[Workload], unet: Sequence[int]
+    end: Connection, rank: int, meeting: str, rounds: int, works: Sequence[Workload], unet: Sequence[int], mode: str
 ) -> None:
     """Time everything together with the other rank; rank 0 tells what it found."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    backends.start(mode, rank, RANKS, init_method=f"file://{meeting}")
     found: list[Seconds] = [in_turn(candidates(work), rounds, steps=5) for work in works]
     found.append(in_turn(unets(*unet), rounds, steps=1))
     end.send(found)
     dist.barrier()
 
 
-def measure(rounds: int, works: Sequence[Workload], unet: Sequence[int]) -> list[Seconds]:
+def measure(rounds: int, works: Sequence[Workload], unet: Sequence[int], mode: str = "") -> list[Seconds]:
     """Seconds per step of each candidate, for each workload, and then for the U-Net."""
     context = get_context("spawn")
     ends = [context.Pipe() for _ in range(RANKS)]
     with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
         processes = [
-            context.Process(target=serve, args=(end, rank, str(Path(folder) / "meet"), rounds, works, unet))
+            context.Process(target=serve, args=(end, rank, str(Path(folder) / "meet"), rounds, works, unet, mode))
             for rank, (_, end) in enumerate(ends)
         ]
         for process, (_, end) in zip(processes, ends, strict=True):
@@ -264,9 +288,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Training steps over two ranks, beside torch.distributed.pipelining.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rows", type=int, default=LARGE.rows, help="samples in a micro-batch of the second table")
+    parser.add_argument("--nccl", action="store_true", help="over NCCL, on GPUs or on the one there is")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there, too")
     options = parser.parse_args()
-    large = replace(LARGE, rows=options.rows)
-    tiny, compute, unet = measure(options.rounds, (TINY, large), (4, 64, 16, 8))
+    large, mode = replace(LARGE, rows=options.rows), backends.NCCL if options.nccl else ""
+    if reason := backends.missing(mode):
+        print(f"nothing was measured: it {reason}")
+        return
+    tiny, compute, unet = measured = measure(options.rounds, (TINY, large), (4, 64, 16, 8), mode)
+    if options.json:
+        Path(options.json).write_text(json.dumps(dict(zip(("tiny", "large", "unet"), measured, strict=True)), indent=1))
     print(f"stages that do next to nothing, {TINY.chunks} micro-batches\n\n{overhead_table(TINY, tiny)}")
     print(f"\nstages that compute, {large.chunks} micro-batches\n\n{speed_table(compute)}")
     print(f"\na U-Net with long skips, which {PEER} cannot be given\n\n{speed_table(unet)}")

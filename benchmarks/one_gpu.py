@@ -1,28 +1,34 @@
 """What a pipeline costs on one GPU: training steps of four stages beside the plain loop over the same micro-batches.
 
-    python -m benchmarks.one_gpu
+    python -m benchmarks.one_gpu [--json FILE]
 
 Stages on one GPU cannot overlap, so where the GPU is busy all the time, the best that a pipeline can do is the loop's
 time, and with recomputation a second forward. Where the GPU waits for the host, a pipeline can be faster: stages run on
 threads of their own, and backward as code or graphs of the device are less work for the host than autograd. Memory is
-what a step takes at its highest point, with its gradients. "gradients" is how far these are from the loop's, as a part
-of them. torchgpipe is beside it where it is installed and the model is a plain sequence of layers.
+what a step takes at its highest point, with its gradients. "busy" is the part of a step, from its first kernel to the
+end of its last, in which a kernel runs, as torch's profiler has it: what is missing there the GPU waits for the host.
+"gradients" is how far these are from the loop's, as a part of them. torchgpipe is beside it where it is installed and
+the model is a plain sequence of layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import fxpipe
 from benchmarks.models import Llama, UNet
@@ -155,6 +161,19 @@ def peak(step: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated(GPU) - before
 
 
+def busy(step: Callable[[], object]) -> float:
+    """The part of a step in which a kernel runs."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+    kernels = [event.time_range for event in found.events() or () if event.device_type == DeviceType.CUDA]
+    spans = sorted((span.start, span.end) for span in kernels)
+    running, until = 0.0, spans[0][0]
+    for start, end in spans:  # of several streams, which overlap
+        running += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return running / (until - spans[0][0])
+
+
 def difference(model: nn.Module, plain: nn.Module) -> float:
     """How far the gradients of the model are from those of the plain one, as a part of these."""
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
@@ -162,36 +181,60 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
     return float((off / sum(float(own.grad.square().sum()) for _, own in pairs)) ** 0.5)
 
 
-def table(seconds: dict[str, list[float]], peaks: dict[str, int], off: dict[str, float]) -> str:
+class Measured(NamedTuple):
+    """Of a candidate: the seconds of a step in each round, the bytes at its highest point, the part in which the GPU is
+    busy, and how far gradients are off."""
+
+    seconds: list[float]
+    peak: int
+    busy: float
+    off: float
+
+
+def measured(case: Case, rounds: int, steps: int) -> dict[str, Measured]:
+    found = candidates(case, GPU)
+    runs = {key: one.step for key, one in found.items()}
+    for _ in range(3):  # a graph is recorded in its third run
+        for step in runs.values():
+            step()
+    seconds = in_turn(runs, rounds, steps)
+    return {
+        key: Measured(seconds[key], peak(one.step), busy(one.step), difference(one.model, found[PLAIN].model))
+        for key, one in found.items()
+    }
+
+
+def table(found: Mapping[str, Measured]) -> str:
     """Milliseconds a step, how much that is of the loop's, the memory of a step, and how far its gradients are off."""
-    rows = []
-    for name, times in seconds.items():
-        over = median_difference(times, seconds[PLAIN])
-        part = "" if name == PLAIN else f"{100 * over / median(seconds[PLAIN]):+.1f}%"
-        apart = "" if name == PLAIN else f"{off[name]:.0e}"
-        rows.append((name, f"{1e3 * median(times):.2f}", part, show_bytes(peaks[name]), apart))
-    headers = ("", "ms per step", "over the loop", "peak memory", "gradients")
-    return tabulate(rows, headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True)
+    rows, loops = [], found[PLAIN].seconds
+    for name, one in found.items():
+        over = median_difference(one.seconds, loops)
+        part = "" if name == PLAIN else f"{100 * over / median(loops):+.1f}%"
+        apart = "" if name == PLAIN else f"{one.off:.0e}"
+        milliseconds = f"{1e3 * median(one.seconds):.2f}"
+        rows.append((name, milliseconds, part, show_bytes(one.peak), f"{100 * one.busy:.0f}%", apart))
+    headers = ("", "ms per step", "over the loop", "peak memory", "busy", "gradients")
+    return tabulate(rows, headers, colalign=("left", *["right"] * 5), disable_numparse=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Four stages on one GPU beside the plain loop over micro-batches.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3, help="training steps of each candidate in a round")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there, too")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("There is no GPU here; nothing was measured.")
         return
-    print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}: {STAGES} stages, {CHUNKS} micro-batches")
+    what = f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}: {STAGES} stages, {CHUNKS} micro-batches"
+    print(what)
+    figures: dict[str, object] = {"what": what}
     for name, case in cases().items():
-        found = candidates(case, GPU)
-        steps = {key: one.step for key, one in found.items()}
-        for _ in range(3):  # a graph is recorded in its third run
-            for step in steps.values():
-                step()
-        seconds = in_turn(steps, options.rounds, options.steps)
-        off = {key: difference(one.model, found[PLAIN].model) for key, one in found.items()}
-        print(f"\n{name}\n\n{table(seconds, {key: peak(step) for key, step in steps.items()}, off)}", flush=True)
+        found = measured(case, options.rounds, options.steps)
+        figures[name] = {key: one._asdict() for key, one in found.items()}
+        print(f"\n{name}\n\n{table(found)}", flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

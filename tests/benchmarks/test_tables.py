@@ -100,11 +100,12 @@ def test_one_gpu_steps_give_the_plain_gradients() -> None:
 
 
 def test_one_gpu_prints_time_and_memory() -> None:
-    names = (one_gpu.PLAIN, "fxpipe, never")
-    seconds = dict(zip(names, ([0.010, 0.012, 0.010], [0.011, 0.013, 0.011]), strict=True))
-    peaks, off = dict(zip(names, (2_000_000, 1_000_000), strict=True)), dict.fromkeys(names, 2e-8)
-    rows = one_gpu.table(seconds, peaks, off).splitlines()[2:]
+    found = {
+        one_gpu.PLAIN: one_gpu.Measured([0.010, 0.012, 0.010], 2_000_000, 1.0, 0.0),
+        "fxpipe, never": one_gpu.Measured([0.011, 0.013, 0.011], 1_000_000, 0.926, 2e-8),
+    }
+    rows = one_gpu.table(found).splitlines()[2:]
     assert [row.split() for row in rows] == [
-        ["plain", "loop", "10.00", "2", "MB"],
-        ["fxpipe,", "never", "11.00", "+10.0%", "1", "MB", "2e-08"],
+        ["plain", "loop", "10.00", "2", "MB", "100%"],
+        ["fxpipe,", "never", "11.00", "+10.0%", "1", "MB", "93%", "2e-08"],
     ]

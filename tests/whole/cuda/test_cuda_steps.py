@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from tests.whole.test_steps import NAMES
 
 pytestmark = pytest.mark.cuda
 
@@ -121,3 +122,19 @@ def test_a_scaler(compile: Callable[..., fxpipe.Pipe]) -> None:
         torch.testing.assert_close(p.grad, grad / 1024)
     scaler.step(optimizer)
     scaler.update()
+
+
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_the_host_does_not_wait_in_a_step(compile: Callable[..., fxpipe.Pipe], schedule: str, backward: str) -> None:
+    """torch raises where the host waits for the device, from the second step on: the first builds what runs."""
+    pipe = compile(Skip(width=64), devices=ALONE, chunks=6, schedule=schedule, backward=backward)
+    x = torch.randn(48, 64, device=GPU)
+    for turn in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            loss = pipe.step(x, target=x, loss_fn=F.mse_loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert loss.isfinite()
