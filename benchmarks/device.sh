@@ -38,7 +38,7 @@ print(f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {tor
 if torch.cuda.is_available():
     print(torch.cuda.get_device_name(0), "NCCL", ".".join(map(str, torch.cuda.nccl.version())))'
 part cuda 110 "${tests[@]}" -m cuda tests/whole/cuda
-part nccl 180 "${tests[@]}" -m nccl tests/whole/ranks/test_backends.py
+part nccl 180 "${tests[@]}" -m nccl ${card:+-k GPUs} tests/whole/ranks/test_backends.py
 part one_gpu 100 python -m benchmarks.one_gpu --rounds 8 --json "$folder/one_gpu.json"
 part ranks 80 python -m benchmarks.distributed --nccl --rounds 8 --json "$folder/ranks.json"
 part profiles 40 python -m benchmarks.profiles --device cuda:0 --out "$folder/profiles.svg"

@@ -1,9 +1,9 @@
 """Whether a submodule that is kept whole mixes the samples of a batch: two runs tell, as its code is not traced.
 
     run 1    samples    1 2 3 4
-    run 2    samples    4 3 2 1 5        each sample has other neighbours and another place, and the whole another mean
+    run 2    samples    4 3 5 6 7        3 and 4 have other neighbours and another place, and the whole another mean
 
-Each sample has the same values in both runs. Where a result has others for it, it was computed from other samples, too.
+A sample of both has the same values in both. Where a result has others for it, it was computed from other samples, too.
 Nothing is said of a call that draws random numbers or writes buffers (batch norm's statistics are those of each
 micro-batch), that is given other values for a sample already, or that returns samples in an order of its own.
 """
@@ -26,13 +26,16 @@ class Contents:
 
 
 def in_another_order(rows: int, of: int) -> list[int]:
-    """Samples of the second run, one more than the `rows` of the first, in which each has others before and behind it;
-    one comes twice if there are no more than `rows`.
+    """Samples of the second run, one more than the `rows` of the first: the later half of these, each with others
+    before and behind it, and then samples that were not there, so that a largest value is mostly another one; the
+    earlier half if there are no others.
 
-    >>> in_another_order(4, of=9), in_another_order(2, of=2), in_another_order(1, of=9)
-    ([3, 2, 1, 0, 4], [1, 0, 0], [1, 0, 2])
+    >>> in_another_order(4, of=9), in_another_order(4, of=4), in_another_order(1, of=9)
+    ([3, 2, 4, 5, 6], [3, 2, 0, 1, 0], [1, 0, 2])
     """
-    return [1 % of, 0, 2 % of] if rows == 1 else [*reversed(range(rows)), rows % of]
+    if rows == 1:
+        return [1 % of, 0, 2 % of]
+    return [*reversed(range(rows // 2, rows)), *range(rows, of), *range(rows // 2), 0][: rows + 1]
 
 
 def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bool | None:
@@ -57,10 +60,19 @@ def _alike(one: Tensor, two: Tensor, rows: int, samples: Sequence[int]) -> bool:
     each = size // rows
     if not each or (size, larger) != (each * rows, each * of):
         return True
-    places, numbers = torch.tensor([samples.index(sample) for sample in range(rows)]), torch.arange(larger)
-    # all rows of a sample, then all of the next; or the first row of each sample, then the second of each
-    orders = numbers.reshape(of, each)[places], numbers.reshape(each, of)[:, places]
-    return any(_close(one, two.index_select(dims[0], order.flatten().to(two.device))) for order in orders)
+    both = [sample for sample in range(rows) if sample in samples]
+    places = torch.tensor(both), torch.tensor([samples.index(sample) for sample in both])
+
+    def of_both(x: Tensor, count: int, at: Tensor, together: bool) -> Tensor:
+        """The rows of samples: all of a sample, then all of the next; or the first of each, then the second of each."""
+        numbers = torch.arange(count * each)
+        found = numbers.reshape(count, each)[at] if together else numbers.reshape(each, count)[:, at]
+        return x.index_select(dims[0], found.flatten().to(x.device))
+
+    return any(
+        _close(of_both(one, rows, places[0], together), of_both(two, of, places[1], together))
+        for together in (True, False)
+    )
 
 
 def _close(one: Tensor, two: Tensor) -> bool:

@@ -38,6 +38,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "attention over samples": lambda h: F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1),
     "room for tokens": lambda h: _experts(h, 2),
     "the largest": lambda h: h + h.amax(0),
+    "the largest number": lambda h: h * float(h.detach().amax()),
     "flat tokens": lambda h: (h.reshape(-1, 8) - h.reshape(-1, 8).mean(0)).view_as(h),
 }
 KEEPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -158,7 +159,7 @@ def test_rows_of_samples_are_compared_in_either_order(
 
     def laid(samples: list[int], add: float = 0.0) -> Tensor:
         x = of_all[samples]
-        x[samples.index(0)] += add
+        x[samples.index(rows - 1)] += add
         return (x.transpose(0, 1) if inner else x).reshape(-1, 4).movedim(0, dim)
 
     one, two = list(range(rows)), order

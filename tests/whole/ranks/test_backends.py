@@ -18,7 +18,8 @@ from tests.whole.ranks.pool import Pool, RankFailed
 
 pytestmark = pytest.mark.nccl
 GLOO = ""
-MODES = [GLOO, pytest.param(SIM, marks=pytest.mark.accelerator), NCCL]
+ON_GLOO, ON_GPUS = pytest.param(GLOO, id="gloo"), pytest.param(NCCL, id="GPUs")
+MODES = [ON_GLOO, pytest.param(SIM, id="test device", marks=pytest.mark.accelerator), ON_GPUS]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 ALL = (0, 1, 2, 3)
 MODE, FOLDER = object(), object()  # in arguments: the mode, a folder
@@ -114,7 +115,7 @@ def test_another_number_of_ranks_goes_on(run: Run, tmp_path: Path, mode: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [GLOO, NCCL])  # on the test device the host waits where on a GPU a stream does
+@pytest.mark.parametrize("mode", [ON_GLOO, ON_GPUS])  # on the test device the host waits where on a GPU a stream does
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_a_lost_rank_is_named(end: str, mode: str) -> None:
     """Ranks of their own, for they end: within seconds, and before the watchdog of NCCL ends the process."""
