@@ -25,10 +25,10 @@ from fxpipe.capture.opaque import another_way
 from fxpipe.ir.graph.opaque_call import opaques
 from tests.helpers.marks import mostly_slow
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is kept whole")
-SAMPLES_MEET = pytest.mark.filterwarnings(
-    "ignore::fxpipe.errors.MixedSamplesWarning"
-)  # in an `if`, or where one is read
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is kept whole"),
+    pytest.mark.filterwarnings("ignore::fxpipe.errors.MixedSamplesWarning"),  # samples meet in an `if`
+]
 WIDTH = 6
 
 
@@ -306,7 +306,7 @@ def assert_calls_alike(pipe, model, x, chunks=4):
     assert_alike(pipe, own)
 
 
-@pytest.mark.parametrize("middle", [pytest.param(one, marks=SAMPLES_MEET) if one is Tries else one for one in BREAKS])
+@pytest.mark.parametrize("middle", BREAKS)
 def test_calls_are_the_models(middle, capsys):
     model = made(middle)
     pipe = fxpipe.compile(model, devices=3, chunks=4, checkpoint="always" if middle is not Branch else "never")
@@ -1059,7 +1059,6 @@ class Picked(nn.Module):
         return self.inner(x, numpy.array([3, 1, 0, 2, 5, 4]) if x.sum() > -1e9 + self.inner.fc.weight.sum() else None)
 
 
-@SAMPLES_MEET
 def test_what_is_given_an_array_of_numpys_is_kept_whole_with_its_caller():
     model, (x, _) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Picked(), nn.Linear(WIDTH, 3)).double(), batch()
     pipe = fxpipe.compile(model, devices=3, chunks=4, example_inputs=x)
