@@ -226,8 +226,12 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _origin(origin: Origin, module: str) -> str:
-    place = f"{file_name(origin.file).replace(' ', '_')}:{origin.line}" if origin.file else ""
-    return "  ".join(part for part in (prose(place), prose(module), code_comment(origin.code)) if part)
+    return "  ".join(part for part in (place(origin), prose(module), code_comment(origin.code)) if part)
+
+
+def place(origin: Origin) -> str:
+    """The file and line of an op as comments name them, `unet.py:18`; empty if they are not known."""
+    return prose(f"{file_name(origin.file).replace(' ', '_')}:{origin.line}") if origin.file else ""
 
 
 def _with(regions: Sequence[Region], op: Op) -> Doc:

@@ -39,7 +39,7 @@ from fxpipe.pipe.build.call_binding import batch_size
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
-from fxpipe.pipe.results import pipe_picture
+from fxpipe.pipe.results import pipe_picture, pipe_report
 from fxpipe.pipe.results.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
 from fxpipe.pipe.results.comparison import Comparison
 from fxpipe.pipe.results.diagnosis import Diagnosis
@@ -285,6 +285,7 @@ class Pipe(DropInModule):
     # Looking ----------------------------------------------------------------------------------------------------------
 
     draw, _repr_svg_, _repr_html_ = pipe_picture.draw, pipe_picture.svg, pipe_picture.html
+    report = pipe_report.report
 
     @property
     def build(self) -> Build:

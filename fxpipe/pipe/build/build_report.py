@@ -29,8 +29,18 @@ def explain(build: Build, backend: Backend | None = None) -> str:
     """One row per stage, for one micro-batch: parameters, predicted or measured time, bytes kept for backward, bytes
     that arrive and leave; then the values that move through portals. With a strategy, stages are many and small: the
     text has the cut of each operator, then one row per device."""
-    n, devices = len(build.program.stages), list(dict.fromkeys(build.program.devices))
-    where = f" on {count(len(devices), 'device', 'devices')}" if build.program.pipeline else ""
+    headers, rows = cost_table(build)
+    columns = ("left", "right") if build.program.pipeline else ("right", "left")
+    align = (*columns, *["right"] * 7, "left")
+    about = [table(build.cuts), ""] if build.cuts else []
+    about.append(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
+    return "\n".join([summary(build, backend), "", *about, *special_lines(build), *replica_lines(build.plan)])
+
+
+def summary(build: Build, backend: Backend | None = None) -> str:
+    """What is above the table: stages, micro-batches, schedule, where the times are from, and who compiles stages."""
+    n, devices = len(build.program.stages), len(set(build.program.devices))
+    where = f" on {count(devices, 'device', 'devices')}" if build.program.pipeline else ""
     chunks = count(build.plan.chunks, "micro-batch", "micro-batches")
     head = (
         f"{build.graph.model}: {n} stages{where}, {chunks}, {build.schedule.name}; times {build.profile.source} for a "
@@ -41,15 +51,14 @@ def explain(build: Build, backend: Backend | None = None) -> str:
         whole = any(stage.backward is None for stage in build.program.stages)
         if whole and any(action.kind == "W" for action in build.schedule.place):
             head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
+    return head
+
+
+def cost_table(build: Build) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The headers, and a row for each stage, or with a strategy for each device."""
     if build.program.pipeline:
-        headers, rows = DEVICE_HEADERS, [device_row(build, device) for device in devices]
-        about = [table(build.cuts), ""] if build.cuts else []
-        align = ("left", *["right"] * 8, "left")
-    else:
-        headers, rows, about = HEADERS, [stage_row(build, index) for index in range(n)], []
-        align = ("right", "left", *["right"] * 7, "left")
-    about.append(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
-    return "\n".join([head, "", *about, *special_lines(build), *replica_lines(build.plan)])
+        return DEVICE_HEADERS, [device_row(build, device) for device in dict.fromkeys(build.program.devices)]
+    return HEADERS, [stage_row(build, index) for index in range(len(build.program.stages))]
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from fxpipe.ir.plan.model_states import ModelStates
 from fxpipe.ir.units import show_bytes
+from fxpipe.pipe.build.build import Build
+from fxpipe.schedules.simulate.action_costs import stage_costs
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -44,3 +46,14 @@ def memory_kinds(states: ModelStates, peak: int) -> MemoryKinds:
     """
     held, weights, gradients = round(sum(states)), round(states.parameters), round(states.gradients)
     return MemoryKinds(weights, gradients, held - weights - gradients, peak - held)
+
+
+def predicted_kinds(made: Build) -> dict[str, MemoryKinds]:
+    """The kinds on each device in a build's predicted timeline, by label: each parameter with its gradient, without an
+    optimizer. Empty if that has no memory."""
+    weights = dict.fromkeys(made.timeline.devices, 0)
+    for stage, cost in zip(made.plan.stages, stage_costs(made.plan, made.profile, copies=1), strict=True):
+        for label in weights.keys() & set(stage.devices):
+            weights[label] += cost.fixed
+    peaks = zip(weights.items(), made.timeline.high_water, strict=False)
+    return {label: memory_kinds(ModelStates(own, own, 0), peak) for (label, own), peak in peaks}
