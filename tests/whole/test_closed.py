@@ -32,6 +32,7 @@ USES: dict[str, Callable[[Any, Path], object]] = {
     "compare": lambda pipe, _: pipe.compare(),
     "explain": lambda pipe, _: pipe.explain(),
     "draw": lambda pipe, path: pipe.draw(path / "stages.svg"),
+    "report": lambda pipe, path: pipe.report(path / "report.html"),
     "save": lambda pipe, folder: pipe.save(folder),
     "torch_stages": lambda pipe, _: pipe.torch_stages([0]),
     **{

@@ -8,24 +8,24 @@ Generated code has a comment above each piece, with a file, a line and its text 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from fxpipe.codegen.stage.stage_body import place
 from fxpipe.codegen.text.source_names import code_comment
-from fxpipe.ir.graph.graph import Graph, Origin
+from fxpipe.ir.graph.graph import Graph
 
-Origins = Mapping[str, Iterable[Origin]]  # by their place, as comments name it
+Lines = Mapping[str, Collection[str]]  # the user's lines, by their place as comments name it
 
 
-def origins(graph: Graph) -> Origins:
-    """The lines that the ops of a graph come from."""
-    found: dict[str, dict[tuple[str, str], Origin]] = {}
+def user_lines(graph: Graph) -> Lines:
+    """The lines that the ops of a graph come from. Files of one name may have several at a place."""
+    found: dict[str, set[str]] = {}
     for op in (*graph.ops, *(graph.totals.ops if graph.totals else ())):
-        found.setdefault(place(op.origin), {})[op.origin.file, op.origin.code] = op.origin
-    return {name: tuple(lines.values()) for name, lines in found.items() if name}
+        found.setdefault(place(op.origin), set()).add(op.origin.code)
+    return found
 
 
-def pieces(text: str, known: Origins) -> list[tuple[str, str]]:
+def pieces(text: str, known: Lines) -> list[tuple[str, str]]:
     """The pieces of a generated file: what stands to the left, empty where nothing is known, and the code. The comments
     that are to the left are not in the code; all other lines are."""
     found: list[tuple[str, list[str]]] = [("", [])]
@@ -44,15 +44,12 @@ def pieces(text: str, known: Origins) -> list[tuple[str, str]]:
     return [(left, code) for left, lines in found if (code := "\n".join(lines).strip("\n")) or left]
 
 
-def _left(comment: str, known: Origins) -> str:
+def _left(comment: str, known: Lines) -> str:
     """What a comment says, with the whole line of the user's; empty if it is about no line, or about several."""
     head, *rest = comment.split("  ")
-    lines = list(known.get(head.rpartition(" ")[2], ()))
-    if rest and len(lines) > 1:
-        lines = [one for one in lines if code_comment(one.code).startswith(rest[-1].removesuffix(" ..."))]
-    if len(lines) != 1:
+    lines = known.get(head.rpartition(" ")[2], ())
+    told = [line for line in lines if rest and code_comment(line).startswith(rest[-1].removesuffix(" ..."))]
+    if len(told or lines) != 1:
         return ""
-    code = lines[0].code
-    if rest and code_comment(code).startswith(rest[-1].removesuffix(" ...")):
-        rest.pop()
-    return "\n".join(("  ".join((head, *rest)), code)).rstrip()
+    (line,) = told or lines
+    return "\n".join(("  ".join((head, *rest[: -1 if told else None])), line)).rstrip()

@@ -20,12 +20,13 @@ from fxpipe.schedules.diagnosis.time_split import PARTS
 from fxpipe.viz import program_picture, timeline_picture
 from fxpipe.viz.report_page import bars, beside, folded, lines, listing, page, paragraph, picture, table
 
-from .generated_lines import origins, pieces
+from .generated_lines import pieces, user_lines
 from .memory_kinds import KINDS, predicted_kinds
 from .pipe_picture import given
 from .strategy_table import table as operator_cuts
 
 UNTIMED = "No step was timed: pipe.step(..., timeline=True) before pipe.report(...) adds what was measured."
+FEW = 8  # as many stages as a picture still shows well that is made to fit the page
 MEMORY_COLORS = dict(zip(KINDS, "FBWA", strict=True))
 TIME_COLORS = dict(zip(PARTS, "FRBITAW", strict=True))
 
@@ -41,7 +42,9 @@ def report(pipe: Any, path: str | Path) -> Path:
     suffix, FxpipeError before the first call, and OSError if the file cannot be written."""
     made, path = pipe.build, Path(path)
     if path.suffix.lower() != ".html":
-        raise PlanError(f"{str(path)!r} is no page: write a name that ends with .html, as in pipe.report('report.html')")
+        raise PlanError(
+            f"{str(path)!r} is no page: write a name that ends with .html, as in pipe.report('report.html')"
+        )
     sections = {
         "Model": _model(made),
         "Stages": _stages(pipe, made),
@@ -74,10 +77,13 @@ def _stages(pipe: Any, made: Build) -> str:
     notes = [line for line in (*special_lines(made), *replica_lines(made.plan)) if line]
     cuts = folded("how operators are cut", listing(operator_cuts(made.cuts))) if made.cuts else ""
     ops = "\n".join(
-        folded(f"stage {stage.index} on {', '.join(stage.devices)}: tensors and ops", listing(show_stage(program, stage)))
+        folded(
+            f"stage {stage.index} on {', '.join(stage.devices)}: tensors and ops", listing(show_stage(program, stage))
+        )
         for stage in program.stages
     )
-    return picture(program_picture.draw(program), "stages") + table(*cost_table(made)) + lines(notes) + cuts + ops
+    stages = picture(program_picture.draw(program), "stages", "fit" if len(program.stages) <= FEW else "one")
+    return stages + table(*cost_table(made)) + lines(notes) + cuts + ops
 
 
 def _cuts(made: Build) -> str:
@@ -129,11 +135,11 @@ def _memory(made: Build) -> str:
 
 def _timeline(pipe: Any, made: Build) -> str:
     if pipe.timeline is None:
-        lines, compared = (("predicted", made.timeline),), paragraph(UNTIMED)
+        timelines, compared = (("predicted", made.timeline),), paragraph(UNTIMED)
     else:
         found = pipe.compare()
-        lines, compared = found.timelines, _of_another(pipe, made) + listing(str(found))
-    drawn = [picture(timeline_picture.draw(line, f"{line.name}, {name}"), name) for name, line in lines]
+        timelines, compared = found.timelines, _of_another(pipe, made) + listing(str(found))
+    drawn = [picture(timeline_picture.draw(line, f"{line.name}, {name}"), name) for name, line in timelines]
     return "\n".join([*drawn, compared, folded("the schedule", listing(str(made.schedule)))])
 
 
@@ -156,7 +162,7 @@ def _time(pipe: Any, made: Build) -> str:
 
 
 def _files(made: Build) -> str:
-    known = origins(made.graph)
+    known = user_lines(made.graph)
     return "\n".join(
         folded(name, beside(pieces(text, known)) if name.endswith(".py") else listing(text))
         for name, text in made.files.items()
