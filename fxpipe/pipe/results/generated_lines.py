@@ -13,15 +13,18 @@ from collections.abc import Collection, Mapping
 from fxpipe.codegen.stage.stage_body import place
 from fxpipe.codegen.text.source_names import code_comment
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.opaque_call import Opaque
 
 Lines = Mapping[str, Collection[str]]  # the user's lines, by their place as comments name it
 
 
 def user_lines(graph: Graph) -> Lines:
-    """The lines that the ops of a graph come from. Files of one name may have several at a place."""
+    """The lines that the ops of a graph come from, and those for which submodules are kept whole. Files of one name may
+    have several at a place."""
     found: dict[str, set[str]] = {}
     for op in (*graph.ops, *(graph.totals.ops if graph.totals else ())):
-        found.setdefault(place(op.origin), set()).add(op.origin.code)
+        for origin in (op.origin, *([op.target.origin] if isinstance(op.target, Opaque) else ())):
+            found.setdefault(place(origin), set()).add(origin.code)
     return found
 
 
