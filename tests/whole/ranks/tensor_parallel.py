@@ -133,6 +133,7 @@ def kept(group: Any, folder: Path) -> None:
     assert "cpu:1" in pipe.explain()
     assert "cpu:1 peak memory" in str(pipe.compare())
     assert "cpu:1" in str(pipe.diagnose())
+    assert "all-reduce" in pipe.report(folder / f"{dist.get_rank(group)}.html").read_text()
     assert told == pipe.collect(told)[0]
     pipe.close()
     torch.manual_seed(dist.get_rank(group))
