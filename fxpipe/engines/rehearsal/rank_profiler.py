@@ -44,7 +44,8 @@ from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
 
 from .action_profiler import Rehearsed, stand_ins, timed_recompute, untouched
 
-ROUNDS, LARGE = 20, 2**20  # of the messages between each two ranks, and the bytes of the large ones
+ROUNDS = 20  # of the messages of one size between each two ranks
+LARGE, LARGEST = 2**20, 2**26  # bytes of the large ones
 
 
 def rehearse_ranks(
@@ -238,12 +239,28 @@ def handovers(world: World) -> tuple[Link, ...]:
 
 def _link(world: World, a: int, b: int) -> Link:
     """The link between these ranks, one of which this is, as the first of them measures it."""
-    peer, bandwidth = a + b - world.rank, inf
+    peer = a + b - world.rank
     latency = fmean(_round(world, peer, b"") for _ in range(ROUNDS)) / 2  # not the median: waits add up
-    if peer not in world.local_peers:
-        longer = fmean(_round(world, peer, bytes(LARGE)) for _ in range(ROUNDS)) - 2 * latency
-        bandwidth = LARGE / longer if longer > 0 else inf
+    bandwidth = inf if peer in world.local_peers else _bandwidth(world, peer, latency)
     return Link((world.labels[a], world.labels[b]), bandwidth, latency)
+
+
+def _bandwidth(world: World, peer: int, latency: float) -> float:
+    """The bytes per second of messages so large that they take longer than empty ones, as the smaller of two ranks
+    measures them: on a machine that is busy, those of `LARGE` bytes may not."""
+    size = LARGE
+    while True:
+        taken = fmean(_round(world, peer, bytes(size)) for _ in range(ROUNDS))
+        longer = taken - 2 * latency
+        if world.rank > peer:
+            if world.hear(peer):
+                return inf  # which nobody looks at
+        else:
+            enough = longer > 0 or size >= LARGEST
+            world.tell(peer, data=b"enough" if enough else b"")
+            if enough:
+                return size / (longer if longer > 0 else taken)
+        size *= 4
 
 
 def _round(world: World, peer: int, data: bytes) -> float:
