@@ -11,9 +11,16 @@ import threading
 
 # What is behind the functions of `signal`, which make an enum of each number: that takes ten times as long.
 from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
 from typing import Self
+
+from fxpipe.errors import RankError
+
+MOST = 2  # times that Ctrl-C is only noted
+GRACE = 5.0  # seconds
 
 
 class Interrupts:
@@ -61,3 +68,91 @@ class Interrupts:
 
 def ignore(error: BaseException) -> None:
     """For a context that looks at `error`, or that Ctrl-C is to end no earlier."""
+
+
+class InterruptShield:
+    """A context in which ranks exchange messages: Ctrl-C is noted, and raised at the end. In the middle, it would leave
+    the other ranks waiting for messages that nobody sends. The context may be entered again inside itself.
+
+    Who looks at `error` may end earlier, in order. Where nothing is half done, `let_in` lets Ctrl-C raise at once. The
+    third Ctrl-C raises at once everywhere, whatever it breaks.
+
+    - `error`: the exception of the last Ctrl-C, or None; at the end it is raised, also in place of a RankError.
+    - `presses`: how often Ctrl-C has come.
+    """
+
+    __slots__ = ("_before", "_depth", "_open", "_patient", "error", "presses")
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.presses = self._depth = 0
+        self._open = self._patient = False
+        self._before: Callable[[int, FrameType | None], object] | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if self._depth == 0:
+            before = getsignal(SIGINT)
+            self.error, self.presses = None, 0
+            if before != self._handle:
+                self._before = before if callable(before) else None
+                if self._before is not None:
+                    signal(SIGINT, self._handle)
+        self._depth += 1  # last: what was raised until now has changed nothing
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        assert self._before is not None
+        try:
+            self._before(number, frame)
+        except BaseException as error:
+            self.error = error
+            self.presses += 1
+            if self._open or self.presses > MOST:
+                self.close()  # so that who handles it is not disturbed
+                raise
+
+    def ends(self, began: float) -> bool:
+        """Whether Ctrl-C ends a wait that began then, by `time.monotonic`: the second one, or outside of `patiently`
+        the first, after `GRACE` seconds."""
+        late = not self._patient and monotonic() - began > GRACE
+        return self.presses > 1 or (self.presses > 0 and late)
+
+    @contextmanager
+    def patiently(self) -> Iterator[Self]:
+        """This context, for a step: what ranks wait for there comes, as all of them are in it."""
+        with self:
+            self._patient = True
+            try:
+                yield self
+            finally:
+                self._patient = False
+
+    @contextmanager
+    def let_in(self) -> Iterator[None]:
+        """A context in which Ctrl-C raises at once, until `close` or the first one."""
+        self._open = True
+        try:
+            if self.error is not None:
+                self.close()
+                raise self.error
+            yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """From here on Ctrl-C is only noted."""
+        self._open = False
+
+    def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._before is not None:
+            signal(SIGINT, self._before)
+        error, self.error = self.error, None  # after that: what comes now is raised at once
+        if error is not None and raised is not error and (raised is None or isinstance(raised, RankError)):
+            raise error from raised

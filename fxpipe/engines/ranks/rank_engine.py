@@ -15,7 +15,7 @@ cause. If a rank is lost, the ranks that need its messages fail in the same way,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,6 @@ from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
 from fxpipe.runtime.deferred_norms import commit
-from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .failure_attribution import Lost
 from .input_checksums import Unread
@@ -95,10 +94,8 @@ class RankScheduler:
         `error`, this rank only takes part in the messages, and raises it. `given` computes the checksums of this
         rank's arguments, which must not differ from those of others. `commit_pairs` adds the gradients to the model's.
         Raises RankError if checksums differ, or if a rank is lost."""
-        self.world.begin()
         seen = [self._seen(name, value) for (name, _), value in zip(self.steps.inputs, batch, strict=True)]
-        held = nullcontext(error) if self.parallel is None else self.parallel.held(self, error)
-        with Interrupts(ignore) as interrupts, held as error:
+        with self.world.interrupts.patiently() as interrupts, self._held(error) as error:
             try:
                 self._even_out()  # other calls may have changed the buffers
                 self.written.fetch()
@@ -116,6 +113,11 @@ class RankScheduler:
                 self.parallel.add(pairs)
             self._give_back()
         return outputs
+
+    def _held(self, error: BaseException | None) -> AbstractContextManager[BaseException | None]:
+        """Begin a step: a context in which the stages hold their tensors. Gives the error so far."""
+        self.world.begin()
+        return nullcontext(error) if self.parallel is None else self.parallel.held(self, error)
 
     def _give_back(self) -> None:
         """Bring what was written for other ranks home. Raises RankError if a rank is lost."""

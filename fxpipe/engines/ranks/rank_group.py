@@ -6,8 +6,7 @@ rank is gone; if the leader is gone, all see it.
 
 Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Between
 machines, what is small goes through TCP connections (`tcp_peer.py`); large values use torch.distributed, as do those
-that do not fit into shared memory. Values on accelerators use the accelerator's own groups (`communicators.py`). A wait
-that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
+that do not fit into shared memory. Values on accelerators use the accelerator's own groups (`communicators.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from torch import Tensor
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import PAUSE, Call, Communicators, ended
 from fxpipe.engines.transports.message_format import Size, blank
-from fxpipe.engines.transports.open_pipes import OpenPipes, divided
+from fxpipe.engines.transports.open_pipes import OpenPipes, divided, left_text
 from fxpipe.engines.transports.patience import SOON, Patience
 from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
 from fxpipe.engines.transports.tcp_peer import LETTER, VALUE, Frame, TcpPeer
+from fxpipe.runtime.interrupts import InterruptShield
 
 from .failure_attribution import Lost, blame, said_by, silent, timed_out
 from .rendezvous import LEADER
@@ -54,6 +54,7 @@ class World:
     - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
     - `local_peers`: the ranks that share memory with this one; `open`: the pipes that share these connections.
     - `steps`: the number of steps begun; `process`: the id of this process, as a fork cannot use the connections.
+    - `interrupts`: the context of all messages, in which Ctrl-C waits.
     - `communicators`: the process groups for values on accelerators, or None if values go through host memory;
       `collectives`: the groups for collectives.
     """
@@ -75,6 +76,7 @@ class World:
     open: OpenPipes = field(init=False)
     process: int = field(default_factory=os.getpid)
     communicators: Communicators | None = None
+    interrupts: InterruptShield = field(default_factory=InterruptShield)
 
     def __post_init__(self) -> None:
         self.limit = timedelta(seconds=self.timeout)
@@ -103,16 +105,12 @@ class World:
         """Begin a step, on every rank: the places for values in shared memory are free again."""
         self.steps += 1
         for local_peer in self.local_peers.values():
-            local_peer.out.begin(self.steps)
-            local_peer.into.begin(self.steps)
+            local_peer.begin(self.steps)
 
     def slot(self, send: bool, peer: int, size: Size) -> Slot | None:
-        """The place in shared memory of the next value to or from a rank. None if the two share no memory or no place
-        is left."""
+        """The place in shared memory of the next value to or from a rank; None if they share none, or none is left."""
         local_peer = self.local_peers.get(peer)
-        if local_peer is None:
-            return None
-        return (local_peer.out if send else local_peer.into).slot(size)
+        return None if local_peer is None else (local_peer.out if send else local_peer.into).slot(size)
 
     def buffer(self, peer: int, size: Size) -> tuple[Slot | Frame | None, Tensor]:
         """The message buffer of the next value to a rank, and where it lies; None: it is sent by torch.distributed."""
@@ -177,6 +175,7 @@ class World:
                 if patience.spent() or not timed_out(error):
                     raise self.lose(peer, error) from None
             self._hear(peer, there)
+            self._hurry(patience)
 
     def start(self, send: bool, peer: int, tensor: Tensor, tag: int = 0) -> Any:
         """Begin to send a tensor in host memory, or to receive into it, by torch.distributed. What has another tag has
@@ -229,6 +228,7 @@ class World:
         patience = Patience(self.patience.total_seconds())
         while not ended(call.work, self.communicators is None):
             self._look()
+            self._hurry(patience)
             if patience.spent():
                 raise self._late(call)
         try:
@@ -267,6 +267,11 @@ class World:
         if (why := self.open.left_by(peer)) is not None and not there():
             raise self._close(Lost(peer, why))
 
+    def _hurry(self, patience: Patience) -> None:
+        """Raise Lost, and tell the others, if Ctrl-C ends a wait."""
+        if self.interrupts.ends(patience.began):
+            raise self._close(Lost(self.rank, left_text(self.rank, type(self.interrupts.error).__name__)))
+
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -292,10 +297,8 @@ class World:
             return self.lost
         if (said := said_by(self.tcp_peers[peer])) is not None:
             return self._close(said)
-        late = timed_out(error)
-        reason = (
-            f"did not answer for {self.patience.total_seconds():g} s" if late else "is gone: its connection is closed"
-        )
+        late, seconds = timed_out(error), self.patience.total_seconds()
+        reason = f"did not answer for {seconds:g} s" if late else "is gone: its connection is closed"
         rank, why = blame(self.store, self.rank, peer, reason, late, self.timeout / 4)
         return self._close(Lost(rank, f"rank {rank} {why}"))
 
@@ -315,7 +318,7 @@ class World:
             tcp_peer.close(f"{lost.rank} {lost}")
         for local_peer in self.local_peers.values():  # now: those who see it read why
             local_peer.close()
-        for groups in (self.communicators, self.collectives):
+        for groups in (*self.control, self.communicators, self.collectives):  # who waits in gloo hears nothing else
             if groups is not None:
                 groups.abort()
         return lost
@@ -335,8 +338,7 @@ class World:
             raise lost
 
     def begin_to_tell(self, peer: int, data: bytes) -> None:
-        """Send bytes, now or soon: a letter of at most `BLOCK` bytes in shared memory, and all others by TCP. Raises
-        Lost."""
+        """Send bytes, now or soon: letters of at most `BLOCK` bytes in shared memory, others by TCP. Raises Lost."""
         data = self.open.tag + data
         if peer in self.local_peers:
             local_peer, head = self.local_peers[peer], len(data).to_bytes(COUNT, "little")
@@ -366,8 +368,7 @@ class World:
         if peer not in self.local_peers:
             return self._apart(peer)
         shared = self.local_peers[peer].into
-        shared.letters += 1
-        number = shared.letters
+        number = shared.ask()
         self.wait(peer, lambda: shared.has(number))
         head = shared.read(number)
         length = int.from_bytes(head[:COUNT], "little")

@@ -21,7 +21,7 @@ from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, put_together, standing_in
-from fxpipe.runtime.interrupts import Interrupts
+from fxpipe.runtime.interrupts import InterruptShield
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
 
@@ -75,7 +75,7 @@ class RankRun:
         self.numbers: Numbers = {}
         self.inputs: dict[str, int] = {}
 
-    def take(self, scale: Scale | None, observer: RankObserver | None, interrupts: Interrupts) -> None:
+    def take(self, scale: Scale | None, observer: RankObserver | None, interrupts: InterruptShield) -> None:
         """Run the step under an observer. Raises its first error; Ctrl-C counts as one between two lines."""
         m, stages, broken = self.m, self.steps.stages, self.transport.broken
         if self.shards is not None:
@@ -96,7 +96,7 @@ class RankRun:
 
     # The program ------------------------------------------------------------------------------------------------------
 
-    def _run(self, interrupts: Interrupts) -> None:
+    def _run(self, interrupts: InterruptShield) -> None:
         """Run all of this rank's program, until all ranks are done and the verdict is known."""
         m, transport, weights = self.m, self.transport, self.weights
         for do, what in self.program.lines:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from fxpipe.runtime.interrupts import Interrupts, ignore
+
 from .tcp_peer import TcpPeer
 
 LEFT = "has closed this pipe"
@@ -42,10 +44,11 @@ class OpenPipes:
     def leave(self, number: int, why: str = "") -> None:
         """Let the other ranks know that this one has closed the pipe with this number: one that is calling it, or calls
         it later, does not wait. `why`: the error that was the reason, if there was one."""
-        self.left[number] = why
-        if os.getpid() == self.process:
-            for tcp_peer in self.tcp_peers.values():
-                tcp_peer.leave(number, why)
+        with Interrupts(ignore):
+            self.left[number] = why
+            if os.getpid() == self.process:
+                for tcp_peer in self.tcp_peers.values():
+                    tcp_peer.leave(number, why)
 
     @property
     def tag(self) -> bytes:

@@ -15,10 +15,11 @@ SOON = 2.0  # seconds between two looks, at most, and within which a rank that i
 
 @dataclass(slots=True)
 class Patience:
-    """`left`: the seconds that a wait may still take."""
+    """`left`: the seconds that a wait may still take; `began`: when it began."""
 
     left: float
     _looked: float = field(default_factory=monotonic)
+    began: float = field(default_factory=monotonic)
 
     def spent(self) -> bool:
         """Count the time since the last look, at most `SOON` seconds of it; whether nothing is left."""

@@ -51,6 +51,11 @@ class LocalPeer:
         for file in (own_bell, life):
             self._poll.register(file, select.POLLIN)
 
+    def begin(self, step: int) -> None:
+        """Begin a step, with a number that no step had before."""
+        self.out.begin(step)
+        self.into.begin(step)
+
     def ring(self) -> None:
         """Wake the other rank, if it sleeps."""
         with suppress(BlockingIOError, BrokenPipeError):  # its OS pipe is full of unread rings, or it is gone

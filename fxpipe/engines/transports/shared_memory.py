@@ -88,6 +88,11 @@ class SharedBuffer:
         self.memory[start : start + len(letter)] = letter
         self.words[LETTER_STAMPS + place] = self.letters
 
+    def ask(self) -> int:
+        """The number of the next letter."""
+        self.letters += 1
+        return self.letters
+
     def has(self, number: int) -> bool:
         """Whether the letter of this number has arrived; the first is number 1."""
         return self.words[LETTER_STAMPS + (number - 1) % LETTERS] == number

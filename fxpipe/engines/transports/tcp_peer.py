@@ -156,8 +156,12 @@ class TcpPeer:
 
     def close(self, why: str) -> None:
         """Tell the other rank that nothing more will be sent."""
-        with suppress(RuntimeError):
+        try:
             self.send(head(CLOSED, len(why.encode())) + why.encode())
+        except RuntimeError:
+            if self.torn:  # in the middle of a message there is no other way
+                with suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)
 
     def leave(self, pipe: int, why: str) -> None:
         """Tell the other rank that this one has closed a pipe, and why if that was an error."""

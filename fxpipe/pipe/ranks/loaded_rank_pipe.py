@@ -85,6 +85,13 @@ def load_on_rank(
 ) -> LoadedRanks:
     """This rank's part of a package. Raises the error if loading failed on this rank, and RankError if it failed on
     another rank, a rank is lost, or files differ."""
+    with world.interrupts:
+        return _load_together(folder, model, world, backend, check_inputs)
+
+
+def _load_together(
+    folder: Path, model: nn.Module, world: World, backend: Backend | None, check_inputs: bool
+) -> LoadedRanks:
     ranks = Ranks(world, check_inputs)
     error, made = None, None
     try:

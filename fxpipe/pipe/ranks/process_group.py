@@ -21,6 +21,7 @@ from fxpipe.engines.transports.same_machine import SPIN, neighbours
 from fxpipe.engines.transports.tcp_peer import connect
 from fxpipe.errors import PlanError, RankError
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.runtime.interrupts import Interrupts, ignore
 from fxpipe.torch_internals.process_groups import default_store, is_registered, named_group
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,8 +78,9 @@ def join_pipe(group: Any, device: torch.device, timeout: float) -> World:
 def number_pipe(world: World) -> None:
     """Give a new pipe the same number on all ranks, which make this call together. Raises Lost, also if another rank is
     still in a pipe that this one has left."""
-    world.collect(None)
-    world.open.make()
+    with world.interrupts:
+        world.collect(None)
+        world.open.make()
 
 
 def in_world(timeout: float) -> bool:
@@ -157,6 +159,14 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
     store: Any = PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", default_store())
     store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
+    with Interrupts(ignore):  # all have come, and would wait for this one
+        _worlds[key] = connected(group, device, timeout, backend, store)
+    return _worlds[key]
+
+
+def connected(group: Any, device: torch.device, timeout: float, backend: str, store: Any) -> World:
+    """The new world of ranks that have all come. Raises RankError if a rank is lost meanwhile."""
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     limit = timedelta(seconds=timeout)
     control = each_way(store, rank, len(ranks), limit)
     try:
@@ -175,5 +185,4 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
                 made.settle(call)
     except Lost as lost:
         raise RankError(str(lost)) from None
-    _worlds[key] = made
     return made

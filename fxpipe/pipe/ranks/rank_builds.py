@@ -161,9 +161,10 @@ class RankBuilds:
         if self.world.leads:
             error, decided = None, None
             try:
-                made = build_here(cache, graph, inputs)
+                with self.world.interrupts.let_in():
+                    made = build_here(cache, graph, inputs)
                 decided = Decided(made.plan, made.schedule, made.profile, made.cluster)
-            except Exception as failed:
+            except BaseException as failed:
                 error = failed
             self.world.share((decided, describe(error)))
             if error is not None:

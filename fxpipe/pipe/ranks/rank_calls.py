@@ -80,7 +80,7 @@ class Header:
     gathers: bool = False
 
 
-UNHEARD = Header(failed="interrupted")  # Ctrl-C while waiting for the header, which may already be received
+UNHEARD = Header(failed="not heard")  # while waiting for the header: the leader may be lost
 
 Call = Callable[[Given], Any]
 Refuse = Callable[[Header, Given, BaseException], object]  # takes part in the call, and reports this rank's error
@@ -181,12 +181,14 @@ class RankCalls:
 
     def tell(self, kind: int = NEW, seed: int = 0, runs: bool = True) -> Header:
         """On the leader: send the header with what is known so far. For a new kind, a second header follows later."""
+        self.world.interrupts.close()  # from here on the others count on this rank
         self.header, self.joined = replace(self.header, kind=kind, seed=seed, runs=runs), True
         self.world.tell(*self.world.others, data=pickle.dumps(self.header))
         return self.header
 
     def heard(self) -> Header:
         """The leader's header. Raises Outdated if its arguments have other shapes than in the last call."""
+        self.world.interrupts.close()  # from here on the others count on this rank
         if self.waits and self._listen().given is not None:
             raise Outdated
         if self.header.call != self.name:
@@ -213,7 +215,8 @@ class RankCalls:
         try:
             if news is not None:
                 self.world.tell(*self.world.others, data=pickle.dumps(replace(self.header, given=news)))
-            return call(given)
+            with self.world.interrupts.let_in():
+                return call(given)
         except BaseException as error:
             if not self.joined:  # no header was sent yet
                 self.told = self.seen = None
@@ -244,7 +247,8 @@ class RankCalls:
             try:
                 whole = filled(self.signatures, given)
                 check_same(whole, self.signatures, self.world.rank)
-                return call(whole)
+                with self.world.interrupts.let_in():
+                    return call(whole)
             except Outdated:
                 continue
             except BaseException as error:

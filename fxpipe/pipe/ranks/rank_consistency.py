@@ -37,7 +37,7 @@ def on_each(collect: Callable[[Any], list[Any]], do: Callable[[], Any]) -> list[
     found, error = None, None
     try:
         found = do()
-    except Exception as failed:
+    except BaseException as failed:
         error = failed
     heard = collect((found, describe(error)))
     if error is not None:

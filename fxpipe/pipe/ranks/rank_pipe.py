@@ -31,6 +31,7 @@ from fxpipe.pipe.drop_in_module import SHARED, NothingToTrain
 from fxpipe.pipe.materialize import children_first
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.pipe import Pipe, PipeState
+from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .parallelize import Function, Parallel
 from .process_group import number_pipe, replica_process_group
@@ -133,9 +134,10 @@ class RankPipe(Pipe):
 
     def close(self) -> None:
         """As `Pipe.close`. Another rank that calls the pipe after this raises RankError, soon."""
-        if not self._state.closed:
-            self._state.processes.leave()
-        super().close()
+        with Interrupts(ignore):
+            if not self._state.closed:
+                self._state.processes.leave()
+            super().close()
 
     def gather(self, to: int | Collection[int] | None = None) -> None:
         """Put the values of all ranks into the model on the ranks that `to` names, or on all: there `pipe.model` is the

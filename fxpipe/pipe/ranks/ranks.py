@@ -64,7 +64,7 @@ class Ranks(Processes):
         if self.parallel is not None and name == "rehearse":
             raise FxpipeError("rehearse is for whole parameters, of a pipe by itself: call it before parallelize")
         beside = nullcontext() if self.parallel is None or name == "prepare" else self.parallel.call(name == "step")
-        with beside, self.together():
+        with self.lock, self.world.interrupts, beside, self.together():
             if self.gathered:
                 self.release_others()
                 self.gathered = False
@@ -97,7 +97,8 @@ class Ranks(Processes):
 
     def write(self, do: Callable[[], None]) -> None:
         """Call `do` on the leader while all others wait. If it fails, the others raise RankError."""
-        on_each(partial(self.collect, call="save"), lambda: do() if self.leads else None)
+        with self.world.interrupts:
+            on_each(partial(self.collect, call="save"), lambda: do() if self.leads else None)
 
     def check_alone(self, method: str) -> None:
         raise FxpipeError(
@@ -127,7 +128,7 @@ class Ranks(Processes):
                 f"this process was forked from rank {self.world.rank}, to which the connections belong: call the pipe "
                 "there, or start processes with multiprocessing's 'spawn'"
             )
-        with self.lock:
+        with self.lock, self.world.interrupts:
             if self.world.lost is not None:
                 again = "compile the model again on all ranks" if self.world.lost.alive else "start all ranks again"
                 raise RankError(f"{self.world.lost}; {again}")
@@ -161,11 +162,9 @@ class Ranks(Processes):
             return self.calls.gather(value, call, self.refuse)
 
     def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
-        values = self.collect(value, call)
-        if self.parallel is None:
-            return values
         with self.together():
-            return self.parallel.beside.collect(values)
+            values = self.calls.gather(value, call, self.refuse)
+            return values if self.parallel is None else self.parallel.beside.collect(values)
 
 
 def weakly(method: Callable[..., R]) -> Callable[..., R]:

@@ -13,6 +13,7 @@ import torch
 from fxpipe.errors import RankError
 from fxpipe.pipe.ranks.rank_arguments import Given
 from fxpipe.pipe.ranks.rank_calls import Header, RankCalls
+from fxpipe.runtime.interrupts import InterruptShield
 
 
 class World:
@@ -21,6 +22,7 @@ class World:
     def __init__(self, rank: int, said: deque[bytes]) -> None:
         self.rank, self.leads, self.said, self.others = rank, rank == 0, said, (1 - rank,)
         self.told = 0  # announcements of new shapes
+        self.interrupts = InterruptShield()
 
     def tell(self, *_: int, data: bytes) -> None:
         self.told += pickle.loads(data).given is not None
