@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 
 import pytest
 
-from fxpipe.runtime.interrupts import Interrupts, ignore
+from fxpipe.errors import RankError
+from fxpipe.runtime.interrupts import GRACE, Interrupts, InterruptShield, ignore
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -86,3 +88,74 @@ def test_other_threads_and_ignored_signals_change_nothing() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         press()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The shield -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shield_notes_two_and_raises_at_its_end() -> None:
+    shield, done = InterruptShield(), 0
+    with pytest.raises(KeyboardInterrupt), shield:  # noqa: PT012
+        press()
+        with shield:
+            press()
+            done += 1
+        done += 1
+    assert (done, shield.presses, shield.error) == (2, 2, None)
+    with shield:
+        assert shield.presses == 0
+
+
+def test_the_third_breaks_a_shield() -> None:
+    with pytest.raises(KeyboardInterrupt), InterruptShield():  # noqa: PT012
+        for _ in range(3):
+            press()
+        pytest.fail("the third one raises")
+
+
+def test_a_shield_lets_in_what_may_come_and_nothing_while_that_is_handled() -> None:
+    shield, handled = InterruptShield(), 0
+    with pytest.raises(KeyboardInterrupt), shield:  # noqa: PT012
+        try:
+            with shield.let_in():
+                press()
+                pytest.fail("it is let in")
+        except KeyboardInterrupt:
+            press()
+            handled += 1
+            raise
+    with pytest.raises(KeyboardInterrupt), shield:  # noqa: PT012
+        press()
+        handled += 1
+        with shield.let_in():
+            pytest.fail("what came before is raised")
+    with pytest.raises(KeyboardInterrupt), shield, shield.let_in():  # noqa: PT012
+        shield.close()
+        press()
+        handled += 1
+    assert handled == 3
+
+
+def test_how_long_waits_go_on() -> None:
+    shield, now = InterruptShield(), time.monotonic()
+    with pytest.raises(KeyboardInterrupt), shield:  # noqa: PT012
+        assert not shield.ends(now - GRACE - 1)
+        press()
+        assert not shield.ends(now)
+        assert shield.ends(now - GRACE - 1)
+        with shield.patiently():
+            assert not shield.ends(now - GRACE - 1)
+            press()
+            assert shield.ends(now)
+
+
+def test_which_error_a_shield_raises() -> None:
+    for error, raised in ((RankError("rank 1: KeyboardInterrupt"), KeyboardInterrupt), (ValueError(), ValueError)):
+        with pytest.raises(raised), InterruptShield():  # noqa: PT012
+            press()
+            raise error
+    with pytest.raises(KeyboardInterrupt) as caught, InterruptShield() as shield:  # noqa: PT012
+        press()
+        assert shield.error is not None
+        raise shield.error
+    assert caught.value.__cause__ is None

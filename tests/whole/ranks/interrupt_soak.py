@@ -309,7 +309,7 @@ def load(processes: int) -> Iterator[None]:
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """The seconds until all had heard, and the numbers by moment."""
-    seconds = sorted(one.seconds for one in outcomes)
+    seconds = sorted(one.seconds for one in outcomes) or [0.0]
     shares = {f"{share:.0%}": seconds[min(int(share * len(seconds)), len(seconds) - 1)] for share in (0.5, 0.9, 0.99)}
     lines = [
         f"{len(outcomes)} interrupts; seconds until all had heard: "
@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("--load", action="store_true", help="beside 4 busy processes")
     parser.add_argument("--far", action="store_true", help="ranks share no memory")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background, which ignores it
     outcomes = list[Outcome]()
     with load(4 if given.load else 0):
         try:
@@ -338,6 +339,8 @@ def main() -> None:
                 outcomes.append(one)
                 if one.wrong or one.seconds > HEARD:
                     print(len(outcomes), one, flush=True)
+        except KeyboardInterrupt:  # enough
+            pass
         except RankFailed as failed:
             print(len(outcomes), failed, flush=True)
     print(report(outcomes))
