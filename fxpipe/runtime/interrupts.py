@@ -109,9 +109,14 @@ class InterruptShield:
         except BaseException as error:
             self.error = error
             self.presses += 1
-            if self._open or self.presses > MOST:
+            if self._open or self.broken:
                 self.close()  # so that who handles it is not disturbed
                 raise
+
+    @property
+    def broken(self) -> bool:
+        """Whether Ctrl-C has been raised where it breaks something."""
+        return self.presses > MOST
 
     def ends(self, began: float) -> bool:
         """Whether Ctrl-C ends a wait that began then, by `time.monotonic`: the second one, or outside of `patiently`

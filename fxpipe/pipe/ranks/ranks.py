@@ -137,6 +137,10 @@ class Ranks(Processes):
                 yield
             except Lost as lost:
                 raise RankError(str(lost)) from None
+            except BaseException as error:
+                if self.world.interrupts.broken:
+                    self.world.give_up(error)
+                raise
             finally:
                 self.world.allowance = timedelta(0)
                 self.world.open.calling = None

@@ -236,40 +236,67 @@ class Outcome:
 
 
 def soak(ranks: int, runs: int, far: bool = False, seed: int = 0) -> Iterator[Outcome]:
-    draw, pool, every = random.Random(seed), Pool(ranks), tuple(range(ranks))
-    try:
-        pids = pool.run(start, far, ranks=every)
-        usual = {True: 2.0, False: 0.2}
-        for number in range(runs):
-            fresh = number % 12 == 11
-            struck = every if draw.random() < 0.4 else (draw.choice(every),)
-            presses = draw.choice((1, 1, 2))
-            pool.start(run, fresh, presses, ranks=every)
-            time.sleep(draw.uniform(0, 0.95) * usual[fresh])
-            pressed = time.monotonic()
-            for press in range(presses):
-                for rank in struck:
-                    os.kill(pids[rank], signal.SIGINT)
-                if press + 1 < presses:
-                    time.sleep(draw.choice((0, 0.001, 0.01)))
-            found = answers(pool, every, pids)
-            usual[fresh] = 0.8 * usual[fresh] + 0.2 * min(
-                5.0, max(parts[-1].ended - parts[0].began for parts, _ in found)
-            )
-            yield judged(pool, every, found, struck, presses, pressed)
-    finally:
-        pool.close()
+    draw, every, usual = random.Random(seed), tuple(range(ranks)), {True: 2.0, False: 0.2}
+    done = 0
+    while done < runs:
+        pool = Pool(ranks)
+        try:
+            pids = pool.run(start, far, ranks=every)
+            while done < runs:
+                done, fresh = done + 1, done % 12 == 11
+                struck = every if draw.random() < 0.4 else (draw.choice(every),)
+                presses = draw.choice((1, 1, 2))
+                pool.start(run, fresh, presses, ranks=every)
+                time.sleep(draw.uniform(0, 0.95) * usual[fresh])
+                pressed = time.monotonic()
+                press([pids[rank] for rank in struck], presses, draw.choice((0, 0.001, 0.01)))
+                found = answers(pool, every, pids)
+                if any(one is None for one in found):
+                    yield aborted(found, struck, presses, pressed)
+                    break
+                takes = max(parts[-1].ended - parts[0].began for parts, _ in found)
+                usual[fresh] = 0.8 * usual[fresh] + 0.2 * min(5.0, takes)
+                yield judged(pool, every, found, struck, presses, pressed)
+        finally:
+            pool.close()
+
+
+def press(pids: Sequence[int], presses: int, apart: float) -> None:
+    """Ctrl-C for these processes, once or twice."""
+    for number in range(presses):
+        if number:
+            time.sleep(apart)
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
 
 
 def answers(pool: Pool, every: Sequence[int], pids: Sequence[int]) -> list[Any]:
-    """What ranks have returned; shows where they are if they take long."""
-    end = time.monotonic() + HEARD
+    """What ranks have returned, None for one that is gone; shows where they are if they take long."""
+    end, found = time.monotonic() + HEARD, list[Any]()
     for rank in every:
-        if not pool.ends[rank].poll(max(0.0, end - time.monotonic())):
-            for pid in pids:
-                subprocess.run(["py-spy", "dump", "--pid", str(pid)], check=False)
-            break
-    return pool.results(every)
+        try:
+            if not pool.ends[rank].poll(max(0.0, end - time.monotonic())):
+                for pid in pids:
+                    subprocess.run(["py-spy", "dump", "--pid", str(pid)], check=False)
+            found += pool.results((rank,))
+        except (EOFError, ConnectionResetError):
+            found.append(None)
+    return found
+
+
+def named(struck: Sequence[int], presses: int) -> str:
+    who = "all" if len(struck) > 1 else f"rank {struck[0]}"
+    return f"{who}, {presses} times" if presses > 1 else who
+
+
+def aborted(found: Sequence[Any], struck: Sequence[int], presses: int, pressed: float) -> Outcome:
+    """Python was called by C++, which ends the process if an exception comes out; the others have missed it."""
+    missed = [part.ended for one in found if one is not None for part in one[0] if "is gone" in part.error]
+    told = all(one is None or any("is gone" in part.error for part in one[0]) for one in found)
+    return Outcome(
+        "in C++, which aborts", named(struck, presses), min(missed, default=pressed) - pressed, True,
+        "" if told else f"not missed: {found}",
+    )  # fmt: skip
 
 
 def judged(
@@ -288,11 +315,7 @@ def judged(
     ]
     after = pool.run(settle, ranks=every)
     wrong = "; ".join(text for text in (wrong, *odd, *(one for one, _ in after)) if text)
-    who = "all" if len(struck) > 1 else f"rank {struck[0]}"
-    return Outcome(
-        moment, f"{who}, {presses} times" if presses > 1 else who, max(heard) - pressed, any(lost for _, lost in after),
-        wrong,
-    )  # fmt: skip
+    return Outcome(moment, named(struck, presses), max(heard) - pressed, any(lost for _, lost in after), wrong)
 
 
 @contextmanager

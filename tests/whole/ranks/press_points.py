@@ -209,3 +209,25 @@ def wait_alone(group: Any, presses: int) -> None:
         pipe.close()
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def press_thrice(group: Any) -> None:
+    """The third Ctrl-C breaks what it comes in: all ranks hear that this one does not go on."""
+    rank = dist.get_rank(group)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        pipe, _, (x, y) = chain(group, "1f1b", timeout=67)
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+        began = time.monotonic()
+        with (
+            pressed_at((RankScheduler, "_begin"), False, 3 * rank),
+            pytest.raises(KeyboardInterrupt if rank else RankError) as caught,
+        ):
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+        assert rank or "rank 1 cannot go on: KeyboardInterrupt" in str(caught.value)
+        assert time.monotonic() - began < SOON
+        with pytest.raises(RankError, match="start all ranks again"):
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+        pipe.close()
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -29,6 +29,11 @@ def test_while_a_rank_waits_for_a_call(pool: Pool, presses: int) -> None:
     pool.run(press_points.wait_alone, presses, ranks=(0, 1))
 
 
+@pytest.mark.slow
+def test_the_third(pool: Pool) -> None:
+    pool.run(press_points.press_thrice, ranks=(0, 1))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
