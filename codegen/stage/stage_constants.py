@@ -20,7 +20,7 @@ def constant_names(program: Program) -> Mapping[str, str]:
 @once
 def _names(graph: Graph) -> Mapping[str, str]:
     paths = [state.path for state in graph.states if state.kind != "constant"]
-    paths += [opaque.path for opaque in opaques(graph)]
+    paths += [opaque.called for opaque in opaques(graph)]
     taken = STAGE_NAMES | {path.partition(".")[0] for path in paths}
     names = {}
     for state in graph.states:

@@ -180,7 +180,7 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
         "constants": [constants[name] for name in stage.states if name in constants],
         "mutates": [states[name].path for name in stage.mutates],
         "rereads": [states[name].path for name in stage.rereads],
-        "opaque": dict.fromkeys(op.target.path for op in stage.ops if isinstance(op.target, Opaque)),
+        "opaque": dict.fromkeys(op.target.called for op in stage.ops if isinstance(op.target, Opaque)),
     }
     found = [statement for name, paths in lists.items() for statement in rows_of(name, map(string, paths))]
     parts = [states[name] for name in held if states[name].part]

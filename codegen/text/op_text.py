@@ -78,7 +78,8 @@ def _expression(op: Op, names: Names) -> Doc:
 def _whole(target: Opaque, args: tuple[Any, ...], names: Names) -> Doc:
     """`self.router(x)`: a submodule called whole. Tensors that the stage has under another path are named."""
     tensors, given, others = args
-    owner, inside = (state_path(target.path), f"{target.path}.") if target.path else ("self.whole_model", "")
+    owner = state_path(target.called) if target.called else "self.whole_model"
+    inside = f"{target.path}." if target.path else ""
     pairs = zip(target.names, tensors, strict=True)
     elsewhere = {name: ref for name, ref in pairs if names(ref.name) != state_path(f"{inside}{name}")}
     named = [flat(nest(elsewhere, names))] if elsewhere else []

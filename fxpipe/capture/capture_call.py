@@ -333,7 +333,7 @@ class CallCapture:
                 self._routes.turn(others)
                 continue
             except Refused as refused:
-                refused = now.compared_type(self.pieces.of) or refused
+                refused = now.compared_type(self.pieces.whole) or refused
                 tried.append(refused.spelled(partial(size_of, now.call)))
                 tried[-1].route = how
                 if refused.steered and self._diagnosed(tried[-1], now.call, now.request) is not tried[-1]:
@@ -384,7 +384,7 @@ class CallCapture:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
         if kind.drafted is None:
-            kind.check_trace(now, self.pieces.of)
+            kind.check_trace(now, self.pieces.whole)
             failed = kind.failed_assertion
             if failed is not None and self._diagnosed(failed, now.call, now.request) is not failed:
                 raise failed  # else the values are those of the whole batch, and sizes those of a micro-batch

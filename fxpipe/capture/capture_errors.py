@@ -17,7 +17,7 @@ from torch import fx, nn
 from fxpipe.batching.op_errors import DATA_SIZES, SYMBOL, UNKNOWN, at
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir.graph.graph import Origin
-from fxpipe.ir.graph.opaque_call import SET_NO_PARAMETER
+from fxpipe.ir.graph.module_parts import SET_NO_PARAMETER
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent)
@@ -125,10 +125,12 @@ class Refused(CaptureError):
     - `sizes`: the sources of the symbols in the reason.
     - `route`: the way that was tried, in words.
     - `steered`: whether values of inputs led there.
+    - `frames`: the calls that led to the line, outermost first.
     """
 
     route = ""
     steered = False
+    frames: Sequence[traceback.FrameSummary] = ()
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class Refused(CaptureError):
             return spell(self.sizes[found[1]]) if found[1] in self.sizes else UNKNOWN
 
         made = Refused(self.where, re.sub(SYMBOL, word, self.reason), self.advice, self.modules)
-        made.steered = self.steered
+        made.steered, made.frames = self.steered, self.frames
         return made
 
     @property
@@ -265,7 +267,9 @@ def refusal(
         return Refused(where, f"fxpipe fails with {type(ours).__name__}: {ours}", "report this: it is a defect")
     if A_PIPE in text:
         modules = None  # nor is it one where a submodule is kept whole
-    return Refused(where, *_reason(text), modules, sizes)
+    found = Refused(where, *_reason(text), modules, sizes)
+    found.frames = list(stack or ())
+    return found
 
 
 def refusals(tried: Sequence[Refused]) -> CaptureError:

@@ -88,18 +88,18 @@ class Scope(nn.Module):
 
 
 class Whole(Scope):
-    """A submodule that is called whole, as the model's own code: `self.router(x)`.
+    """A submodule that is called whole, as the model's own code: `self.router(x)`; or a method of one.
 
     - `run`: calls it with given tensors, in the order of their paths `run.names`, and arguments.
-    - `stage`: for a whole model, the stage, which holds its tensors; else None, and this scope holds them.
+    - `holder`: for a method or a whole model, the scope that holds its tensors; else None, and this one does.
     """
 
     run: Any
-    stage: Stage | None
+    holder: Scope | None
 
-    def __init__(self, run: Any, stage: Stage | None = None) -> None:
+    def __init__(self, run: Any, holder: Scope | None = None) -> None:
         super().__init__()
-        for name, value in {"run": run, "stage": stage}.items():
+        for name, value in {"run": run, "holder": holder}.items():
             object.__setattr__(self, name, value)  # past nn.Module's, which would register the stage as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Whole(Scope):
         )
 
     def _tensors(self, others: Mapping[str, Tensor]) -> list[Tensor]:
-        run, held = self.run, self.stage or self
+        run, held = self.run, self if self.holder is None else self.holder
         return [others[name] if name in others else held.tensor(name) for name in run.names]
 
 
@@ -139,7 +139,7 @@ class Stage(Scope):
 
     - `states`: the paths of its parameters and buffers; `constants`: the names of its other tensors and objects.
     - `mutates`: the paths of the buffers that forward writes; `rereads`: those whose old contents it reads.
-    - `opaque`: the paths of the submodules that are called whole, "" for the model.
+    - `opaque`: the paths of the submodules and methods that are called whole, "" for the model.
     - `parts`: for each path that stands for a part of a tensor: that path, the tensor's path, and the part's ranges.
     - `unsure`: only a run with gradients shows which results need a gradient.
     - `derives`: forward takes derivatives, by autograd, for which it must run with gradients.
@@ -180,7 +180,8 @@ class Stage(Scope):
         self.device = torch.device(device)
         for path in self.opaque:
             scope, name = self._scope(path)
-            scope._hold(name, Whole((calls or {})[path], None if path else self))
+            call = (calls or {})[path]
+            scope._hold(name, Whole(call, scope if call.called != call.path or not path else None))
         self.copies: dict[str, tuple[Tensor, int]] = {}
         self.elsewhere: dict[str, Tensor] = {}
         self._found: dict[str, Slot] = {}

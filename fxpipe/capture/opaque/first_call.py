@@ -42,7 +42,7 @@ def warm(twins: Twins, call: Call, pieces: Collection[Piece] = ()) -> None:
     running = twins.with_stand_ins(stand_in)
     args, kwargs = (change(part, fake) for part in (call.args, call.kwargs))
     for piece in pieces:
-        running.put_forward(running.twin(piece.opaque.module), piece.forward)
+        running.put_method(running.twin(piece.opaque.module), piece.forward, piece.opaque.method)
     asked = [piece.asked for piece in pieces]
     before = Snapshot([module for _, module in running.named()])
     with mode, torch.inference_mode(False), quiet("torch._subclasses.fake_tensor"):

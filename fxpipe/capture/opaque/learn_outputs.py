@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from fxpipe.capture.nested_values import change
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, as_held
 from fxpipe.capture.twins.untraced_lists import Listed, with_lists
+from fxpipe.ir.graph.module_parts import is_used, running_in, slots, used_modules
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
@@ -36,7 +37,6 @@ from fxpipe.ir.graph.opaque_call import (
     addresses,
     alike,
     leaves,
-    slots,
     take_apart,
     wanting,
 )
@@ -48,6 +48,7 @@ from .derivatives import Derivatives
 from .mixing_in_runs import Contents, in_another_order, mixes
 from .opaque_submodules import Piece, Pieces
 from .returned_parts import NO_RESULT, Part, other_lengths
+from .used_tensors import noted
 
 
 def _call_of(promise: Promise) -> tuple[Any, ...]:
@@ -70,9 +71,10 @@ class Heard:
     lists: bool
     given: list[Tensor] | None  # copies; None if they do not show whether samples are mixed
 
-    def contents(self, without: Collection[Place]) -> Contents | None:
+    def contents(self, promise: Promise) -> Contents | None:
         """What it was given and returned, if that shows whether samples are mixed."""
-        returned = [part.content for part in self.result.leaves(without) if part.content is not None]
+        parts = self.result.leaves(promise.without, promise.joined)
+        returned = [part.content for part in parts if part.content is not None]
         return None if self.given is None else Contents(self.given, returned)
 
 
@@ -115,6 +117,13 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
                 raise
     if len(heard[0]) != len(heard[1]):
         raise _called_otherwise(*heard)
+    if changed := [piece for piece in pieces.of.values() if _uses_more(piece)]:
+        for piece in changed:
+            if all(is_used(name, piece.used) for name, _, _ in slots(piece.twin)):
+                piece.unfit = "uses all that its module has"
+                return piece
+            pieces.narrow(piece, twins)
+        return learn(pieces, run, call, twins, holders)
     for one, two in zip(*heard, strict=True):
         piece: Piece = one.piece
         promise = _promise(one, two) if piece is two.piece else None
@@ -122,14 +131,14 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
             piece.writes = one.wrote or two.wrote
             piece.varies = not alike(one.key, two.key)
             return piece
-        seen = [call.contents(promise.without) for call in (one, two)]
+        seen = [call.contents(promise) for call in (one, two)]
         if samples is turned and seen[0] and seen[1]:
             promise = replace(promise, mixes=mixes(seen[0], seen[1], rows, turned))
         others = [old for old in piece.opaque.promises if not alike(_call_of(old), _call_of(promise))]
         if len(others) == len(piece.opaque.promises):
             piece.asked = False  # else, what was asked for is another call than that
         piece.opaque.promises[:] = [*others, promise]
-        piece.forms[one.key[0]] = one.result.form(promise.without)
+        piece.forms[one.key[0]] = one.result.form(promise.without, promise.joined)
         piece.draws |= one.drew or two.drew
     return next((piece for piece in pieces.of.values() if piece.asked), None)
 
@@ -170,7 +179,7 @@ def _real_call(
 def _note_memories(pieces: Pieces, changes: Changes, running: Twins) -> None:
     """Record for each piece the attributes that changed: of its own modules, and of all objects that are no modules."""
     for piece in pieces.of.values():
-        own = set(running.twin(piece.opaque.module).modules())
+        own = {part for _, part in used_modules(running.twin(piece.opaque.module), piece.opaque.uses)}
         piece.opaque.remembers.update(
             name for (_, name), to in changes.items() if to.holder in own or not isinstance(to.holder, nn.Module)
         )
@@ -181,10 +190,7 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
     if not alike((one.key, one.wants), (two.key, two.wants)) or len(one.takes) != len(two.takes):
         return None
     without = frozenset(other_lengths(one.result, two.result))
-    returned = [[part.leaf for part in call.result.leaves(without)] for call in (one, two)]
-    if len(returned[0]) != len(returned[1]):
-        return None
-    if one.wrote or two.wrote or one.piece.leaves:
+    if one.wrote or two.wrote or one.piece.leaves or one.piece.unfit:
         return None
     takes = []
     varying: list[tuple[int, int, int, int]] = []  # tensor, dimension, and its two sizes
@@ -197,11 +203,22 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
             for d, (a, b) in enumerate(zip(small, large, strict=True))
             if a != b and a is not None and b is not None
         ]
+    joined = frozenset(place for place in without if _joined(place, one.result, two.result, varying))
+    returned = [[part.leaf for part in call.result.leaves(without, joined)] for call in (one, two)]
+    if len(returned[0]) != len(returned[1]) or () in without - joined:
+        return None
     gives = [_gives(a, b, varying) for a, b in zip(*returned, strict=True)]
     if any(item is NO_RESULT for item in gives):
         return None
     aliased, derived = one.aliased or two.aliased, one.derived or two.derived
-    return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists, without=without)
+    return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists, None, without, joined)
+
+
+def _joined(place: Place, one: Part, two: Part, varying: list[tuple[int, int, int, int]]) -> bool:
+    """Whether the items of the lists at a place are tensors that fit together, and how long they are then is known from
+    the arguments."""
+    a, b = one.at(place).joined, two.at(place).joined
+    return a is not None and b is not None and _gives(a.leaf, b.leaf, varying) is not NO_RESULT
 
 
 def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
@@ -240,20 +257,37 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
     calls: list[Heard] = []
 
     def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
-        own = module.forward
+        opaque, own = piece.opaque, getattr(module, piece.opaque.method)
+        is_method = opaque.method != "forward"
+        places = [] if is_method and opaque.uses is None else slots(module, opaque.uses)
+
+        def ran(args: Any, kwargs: Any) -> Any:
+            if not is_method:
+                return own(*args, **kwargs)
+            with noted(module, piece.used):
+                if opaque.uses is not None and not piece.unfit:
+                    try:
+                        with running_in(module, opaque.method, opaque.uses) as (_, method):
+                            return method(*args, **kwargs)
+                    except Exception:  # if it is the model's own, the next line raises it, too
+                        piece.unfit = (
+                            "does not run with only the tensors that it uses, or sets attributes of its module"
+                        )
+                return own(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = rebuilt((args, kwargs), lambda part: lists[id(part)][1] if id(part) in lists else None)
             tensors, key = take_apart(module, *given)
             own_sizes = {id(x) for x in of_samples(given)}
             takes = [(x.dtype, _shape(x, id(x) in own_sizes)) for x in tensors]
-            wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
-            held = {address for x in (*tensors, *module.parameters()) for address in addresses(x)}
+            states = [getattr(part, name) for _, part, name in places]
+            wants = wanting((*states, *tensors))
+            held = {address for x in (*tensors, *states) for address in addresses(x)}
             before, others, versions = torch.get_rng_state(), _other_numbers(), [version_of(x) for x in tensors]
-            contents = [x.detach().clone() for x in _dense(module)]  # a write to `.data` leaves the version
+            contents = [x.detach().clone() for x in _dense(states)]  # a write to `.data` leaves the version
             derivatives = Derivatives(tensors)
             with said_to_compile(False), derivatives:  # as when the pipeline runs it
-                result = own(*args, **kwargs)
+                result = ran(args, kwargs)
             piece.leaves |= derivatives.leave
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
@@ -261,7 +295,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             wrote = versions != [version_of(x) for x in tensors]
             if drew_others := others != _other_numbers():
                 piece.opaque.remembers.add("random numbers that are not torch's")
-            pairs = zip(_dense(module), contents, strict=False)
+            pairs = zip(_dense([getattr(part, name) for _, part, name in places]), contents, strict=False)
             written = [now for now, content in pairs if not torch.equal(now, content)]
             if any(isinstance(x, nn.Parameter) for x in written):
                 piece.opaque.remembers.add("parameters that it writes")
@@ -276,13 +310,19 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
 
     for piece in pieces.of.values():
         twin = running.twin(piece.opaque.module)
-        running.put_forward(twin, listener(piece, twin))
+        running.put_method(twin, listener(piece, twin), piece.opaque.method)
     return calls
 
 
-def _dense(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers that are not sparse."""
-    return [x for x in (*module.parameters(), *module.buffers()) if x.layout is torch.strided]
+def _uses_more(piece: Piece) -> bool:
+    """Whether a method was seen to use more than it is given."""
+    uses = piece.opaque.uses
+    return piece.opaque.method != "forward" and (uses is None or not all(is_used(path, uses) for path in piece.used))
+
+
+def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are not sparse."""
+    return [x for x in tensors if x.layout is torch.strided]
 
 
 def _shape(x: Tensor, of_samples: bool) -> tuple[int | None, ...]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from traceback import FrameSummary
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,8 +26,11 @@ from fxpipe.capture.capture_errors import HOOKED, Refused
 from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.capture.twins.untraced_lists import for_ops
-from fxpipe.ir.graph.graph import Graph, Origin, map_leaves
-from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
+from fxpipe.ir.graph.graph import Graph, map_leaves
+from fxpipe.ir.graph.module_parts import is_used, slots, used_modules
+from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, wanting
+
+from .refused_methods import frames_at, methods_of
 
 # Names of functions that may draw random numbers. Others are found if they draw in the runs of `learn_outputs.py`.
 DRAWS = re.compile(
@@ -35,11 +39,14 @@ DRAWS = re.compile(
 )
 
 
+Key = tuple[int, str]  # the id of a twin, and the method
+
+
 @dataclass(eq=False)
 class Piece:
-    """A submodule that is kept whole.
+    """A submodule, or a method of one, that is kept whole.
 
-    - `forward`: replaces the forward of its `twin`; `call`: the op in the traced graph.
+    - `forward`: replaces the method of its `twin`; `call`: the op in the traced graph.
     - `draws`: whether it may draw random numbers.
     - `pieces`: all of the model's.
     - `forms`: by training mode, the function that builds the result from the returned tensors.
@@ -51,6 +58,8 @@ class Piece:
       tensors.
     - `around`: whether it is kept whole in place of one inside of it, which cannot be an op.
     - `told`: whether the user was warned.
+    - `frames`: the calls that led to the line that cannot be traced.
+    - `used`: what a method uses, seen in runs; `unfit`: why it cannot run with only that, or "".
     """
 
     opaque: Opaque
@@ -65,16 +74,19 @@ class Piece:
     varies: bool = False
     around: bool = False
     told: bool = False
+    frames: Sequence[FrameSummary] = ()
+    used: set[str] = field(default_factory=set)
+    unfit: str = ""
 
     def __post_init__(self) -> None:
         module, forms, pieces = self.twin, self.forms, self.pieces
-        self.places = places = slots(module)
+        self.places = places = slots(module, self.opaque.uses)
 
         def call(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.stand_in(tensors, *map_leaves((args, kwargs), lambda leaf: leaf))  # torch.fx has its own lists
 
         call.opaque, call.piece = self.opaque, self  # type: ignore[attr-defined]
-        name = self.opaque.path.rpartition(".")[2]
+        name = self.opaque.called.rpartition(".")[2]
         call.__name__ = name if name.isidentifier() else type(module).__name__.lower()  # what the result is called
         op = torch.compiler.allow_in_graph(call)  # type: ignore[no-untyped-call]
 
@@ -86,6 +98,10 @@ class Piece:
 
         self.call, self.forward = call, forward
         self.forms.update(dict.fromkeys((True, False), list))  # until they are learnt
+
+    @property
+    def key(self) -> Key:
+        return id(self.twin), self.opaque.method
 
     def refusal(self) -> Refused:
         """Why it cannot be kept whole."""
@@ -103,8 +119,10 @@ class Piece:
             f"{path} takes a derivative by a value from which what it is given was computed before",
             "take the derivative in the forward of a submodule that computes both",
         )
+        unfit = (f"{path} {self.unfit}", "let it return what it computes, and forward do the rest")
         differs = self.varies or (self.asked and bool(self.opaque.promises))
-        reason = leaves if self.leaves else writes if self.writes else varies if differs else odd
+        own = leaves if self.leaves else writes if self.writes else varies if differs else odd
+        reason = unfit if self.unfit else own
         found = Refused(self.opaque.origin, *reason)
         found.route = f"one graph, {path} kept whole"
         return found
@@ -135,21 +153,28 @@ def _empty(gives: Gives, given: list[Tensor], device: torch.device) -> Tensor:
 
 
 class Pieces:
-    """The submodules of a model that are kept whole, by the ids of their twins. `lists`: whether the current call has
+    """The submodules and methods of a model that are kept whole. `lists`: whether the current call has
     lists whose items are the samples; to look for them in each call of a piece took a fourth of a first step."""
 
     def __init__(self) -> None:
         self.lists = False
-        self.of: dict[int, Piece] = {}
+        self.of: dict[Key, Piece] = {}
         self.shape: object = None  # `Twins.shape` at the last `renew`
         self.warmed = -1  # how many there were when forward last ran once before a capture (`first_call.py`)
-        self.given_up: set[int] = set()  # submodules that cannot be ops: the ones around them are kept whole
+        self.given_up: set[Key] = set()  # what cannot be an op: the ones around them are kept whole
+
+    @property
+    def whole(self) -> dict[int, Piece]:
+        """The submodules that are kept whole, by the ids of their twins."""
+        return {key: piece for (key, method), piece in self.of.items() if method == "forward"}
 
     @property
     def how(self) -> str:
         """How a call is captured, in words."""
-        paths = [piece.opaque.path for piece in self.of.values()]
-        kept = ", ".join(str(piece.opaque) for piece in self.of.values() if not _is_inside(piece.opaque.path, *paths))
+        outer = (
+            one for one in self.of.values() if not any(is_inside(one.opaque.path, p.opaque) for p in self.of.values())
+        )
+        kept = ", ".join(str(piece.opaque) for piece in outer)
         return f"one graph, {kept} kept whole" if kept else "one graph"
 
     def renew(self, twins: Twins) -> bool:
@@ -159,84 +184,123 @@ class Pieces:
             return False
         self.shape = twins.shape
         there = {id(module) for _, module in twins.named()}
-        stale = [key for key, p in self.of.items() if key not in there or p.places != slots(p.twin)]
+        stale = [key for key, p in self.of.items() if key[0] not in there or p.places != slots(p.twin, p.opaque.uses)]
         for key in stale:
             old = self.of.pop(key)
-            twins.put_forward(old.twin, None)
-            if key in there:
-                opaque = old.opaque
-                again = Opaque(opaque.path, opaque.module, opaque.origin, opaque.reason, advice=opaque.advice)
-                self._put(again, old.twin, twins, old.around)
+            twins.put_method(old.twin, None, key[1])
+            if key[0] in there:
+                self._put(old.opaque, old.twin, twins, old.frames, old.around)
         self._keep_scripts(twins)
         return bool(stale)
 
+    def narrow(self, piece: Piece, twins: Twins) -> None:
+        """Let a piece have the tensors that were seen to be used, and keep what is in it no more."""
+        opaque = piece.opaque
+        uses = frozenset(piece.used).union(opaque.uses or ())
+        self._put(replace(opaque, uses=uses), piece.twin, twins, piece.frames, piece.around).told = piece.told
+        for _, part in used_modules(piece.twin, uses):
+            self._drop(part, twins)
+
     def _keep_scripts(self, twins: Twins) -> None:
         """Keep each script module whole, and each one inside, which the modules around may call too."""
-        kept = [piece.opaque.path for piece in self.of.values() if not isinstance(piece.twin, ScriptTwin)]
+        kept = [piece for piece in self.of.values() if not isinstance(piece.twin, ScriptTwin)]
         for path, twin in twins.named():
-            known = id(twin) in self.of or id(twin) in self.given_up or _is_inside(path, *kept)
+            key = id(twin), "forward"
+            known = key in self.of or key in self.given_up or any(is_inside(path, piece.opaque) for piece in kept)
             if isinstance(twin, ScriptTwin) and not known:
                 self._put(Opaque(path, twin.script, reason=WHY), twin, twins)
 
-    def _put(self, opaque: Opaque, twin: nn.Module, twins: Twins, around: bool = False) -> None:
-        self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin), self, around=around)
-        twins.put_forward(twin, piece.forward)
+    def _put(
+        self,
+        opaque: Opaque,
+        twin: nn.Module,
+        twins: Twins,
+        frames: Sequence[FrameSummary] = (),
+        around: bool = False,
+    ) -> Piece:
+        """Keep this whole, without what was learnt of it before."""
+        opaque = replace(opaque, promises=[], written=[], remembers=set(), deferred=None)
+        piece = Piece(opaque, twin, may_draw(twin, opaque.uses), self, around=around, frames=frames)
+        self.of[piece.key] = piece
+        twins.put_method(twin, piece.forward, opaque.method)
+        return piece
 
     def _drop(self, twin: nn.Module, twins: Twins) -> None:
-        if self.of.pop(id(twin), None) is not None:
-            twins.put_forward(twin, None)
+        """Keep a submodule no more, nor methods of it."""
+        for key in [key for key in self.of if key[0] == id(twin)]:
+            del self.of[key]
+            twins.put_method(twin, None, key[1])
 
-    def reset(self, before: dict[int, Piece], twins: Twins) -> None:
+    def reset(self, before: dict[Key, Piece], twins: Twins) -> None:
         """Keep the pieces in `before` instead of the current ones."""
         for piece in self.of.values():
-            twins.put_forward(piece.twin, None)
+            twins.put_method(piece.twin, None, piece.opaque.method)
         self.of = before
         for piece in before.values():
-            twins.put_forward(piece.twin, piece.forward)
+            twins.put_method(piece.twin, piece.forward, piece.opaque.method)
 
     def keep(self, twins: Twins, refused: Refused) -> bool:
         """Keep one more submodule whole: the innermost around the refused line that is not kept yet; at last the model
-        itself. False if there is none, or if a hook would get the gradient of each micro-batch."""
+        itself. Of one that has most of the model, only the method with the line, if that can be. False if there is
+        none, or if a hook would get the gradient of each micro-batch."""
         if refused.reason == HOOKED:
             return False
         named = {id(module): (path, module) for path, module in twins.named()}
         inside = [named[key] for key in refused.modules or () if key in named]
-        return self._keep(inside, refused.where or NOWHERE, refused.reason, refused.advice, twins)
+        opaque = Opaque("", twins.original(twins.root), refused.where or NOWHERE, refused.reason, advice=refused.advice)
+        return self._keep(inside, opaque, twins, refused.frames)
 
     def keep_around(self, twins: Twins, piece: Piece, refused: Refused) -> bool:
-        """Keep the submodule around a piece whole, in place of the piece, which is `refused`."""
-        self.given_up.add(id(piece.twin))
+        """Keep what is around a piece whole, in place of the piece, which is `refused`: a method that calls it, or a
+        submodule."""
+        self.given_up.add(piece.key)
         self._drop(piece.twin, twins)
-        path, part = piece.opaque.path, piece.twin
-        around = [(p, m) for p, m in twins.named() if (_is_inside(path, p) if p else part in set(m.modules()))]
-        reason = f"{piece.opaque.reason}; and {refused.reason}"
-        return self._keep(around, piece.opaque.origin, reason, refused.advice, twins, around=True)
+        path, part, opaque = piece.opaque.path, piece.twin, piece.opaque
+        around = [
+            (p, m)
+            for p, m in twins.named()
+            if m is part or (path.startswith(f"{p}.") if p else part in set(m.modules()))
+        ]
+        reason = f"{opaque.reason}; and {refused.reason}"
+        made = Opaque("", twins.original(twins.root), opaque.origin, reason, advice=refused.advice)
+        return self._keep(around, made, twins, piece.frames, around=True)
 
     def _keep(
         self,
         inside: Sequence[tuple[str, nn.Module]],
-        origin: Origin,
-        reason: str,
-        advice: str,
+        why: Opaque,
         twins: Twins,
+        frames: Sequence[FrameSummary],
         around: bool = False,
     ) -> bool:
-        """Keep the innermost of these submodules whole. If another one of its class is kept already (one of many
-        layers), keep all of the class: each one alone would cost another trace of the whole model."""
+        """Keep the innermost of these submodules whole, or a method of it, for the reason that `why` has. If another one
+        of its class is kept already (one of many layers), keep all of the class: each one alone would cost another
+        trace of the whole model."""
         for path, module in reversed(inside):
             own = type(module).forward is not nn.Module.forward  # lists of modules have none
-            if own and id(module) not in self.of and id(module) not in self.given_up:
-                found = [(path, module)]
-                if any(type(piece.twin) is type(module) for piece in self.of.values()):
-                    found += [pair for pair in twins.named() if type(pair[1]) is type(module)]
-                    found = [(place, one) for place, one in found if id(one) not in self.given_up]
-                for place, one in found:
-                    if not _is_inside(place, *(piece.opaque.path for piece in self.of.values())):
-                        for part in one.modules():
-                            self._drop(part, twins)
-                        self._put(Opaque(place, twins.original(one), origin, reason, advice=advice), one, twins, around)
-                return True
+            if not own or self._is_done(module):
+                continue
+            opaque = replace(why, path=path, module=twins.original(module))
+            for method in methods_of(module, frames) if _has_most(module, twins) else ():
+                if not self._is_done(module, method):
+                    self._put(replace(opaque, method=method), module, twins, frames, around)
+                    return True
+            found = [(path, module)]
+            if any(type(piece.twin) is type(module) for piece in self.whole.values()):
+                found += [pair for pair in twins.named() if type(pair[1]) is type(module)]
+                found = [(place, one) for place, one in found if (id(one), "forward") not in self.given_up]
+            for place, one in found:
+                if not any(is_inside(place, piece.opaque) for piece in self.whole.values()):
+                    for part in one.modules():
+                        self._drop(part, twins)
+                    self._put(replace(opaque, path=place, module=twins.original(one)), one, twins, frames, around)
+            return True
         return False
+
+    def _is_done(self, module: nn.Module, method: str = "forward") -> bool:
+        """Whether it is kept whole, or cannot be."""
+        key = id(module), method
+        return key in self.of or key in self.given_up
 
     @property
     def asked(self) -> bool:
@@ -245,11 +309,12 @@ class Pieces:
 
     def tell(self) -> None:
         """Warn of each piece that is called, once; pieces of one class with one reason share a warning."""
-        new: dict[tuple[type, str], list[Piece]] = {}
+        new: dict[tuple[type, str, str], list[Piece]] = {}
         for piece in self.of.values():
             if not piece.told and piece.opaque.promises:
                 piece.told = True
-                new.setdefault((type(piece.opaque.module), piece.opaque.because), []).append(piece)
+                key = type(piece.opaque.module), piece.opaque.method, piece.opaque.because
+                new.setdefault(key, []).append(piece)
         for alike in new.values():
             warnings.warn(_told(alike[0], len(alike) - 1), stacklevel=2)
 
@@ -259,7 +324,7 @@ def _told(piece: Piece, others: int) -> str:
     has_line = opaque.origin.line > 0
     runs = "as plain Python" if has_line else "as it is"
     traced = f"to have {'less kept whole' if piece.around else 'it traced'}, {opaque.advice}" if opaque.advice else ""
-    if opaque.path:
+    if opaque.called:
         more = f", as {others} more of its class are" if others else ""
         what = f"one opaque op that no cut goes through and that runs {runs}"
         return f"{opaque} is kept whole{more}: {what}, {opaque.because}" + f"; {traced}" * bool(traced)
@@ -271,30 +336,42 @@ def _told(piece: Piece, others: int) -> str:
     )
 
 
-def _is_inside(path: str, *paths: str) -> bool:
-    """Whether a submodule is inside of one of those at other paths."""
-    return any(path.startswith(f"{around}.") for around in paths)
+def is_inside(path: str, opaque: Opaque) -> bool:
+    """Whether the submodule at a path is inside of what is kept whole."""
+    around = f"{opaque.path}." if opaque.path else ""
+    if opaque.method == "forward":
+        return bool(around) and path.startswith(around)
+    return path.startswith(around) and is_used(path.removeprefix(around), opaque.uses or ())
+
+
+def _has_most(module: nn.Module, twins: Twins) -> bool:
+    """Whether a submodule has at least half of the model's parameters: without it, there is little to cut."""
+    own, of_all = (sum(x.numel() for x in one.parameters()) for one in (module, twins.root))
+    return 2 * own >= of_all
 
 
 def without_bound(graph: Graph, twins: Twins) -> Refused | None:
     """The refusal of the first op whose result has a size that depends on data, and of which no bound is known."""
     for op in graph.ops:
         if unnamed_sizes(op.type):
-            inside = [id(m) for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]
-            return Refused(op.origin, *DATA_SIZES, inside)
+            inside = [m for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]
+            found = Refused(op.origin, *DATA_SIZES, [id(module) for module in inside])
+            found.frames = frames_at(inside[-1], op.origin)
+            return found
     return None
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 
-def may_draw(module: nn.Module) -> bool:
-    """Whether the code of the module, or of a submodule, names a function that may draw random numbers."""
-    scripts = [part.script for part in module.modules() if isinstance(part, ScriptTwin)]
+def may_draw(module: nn.Module, uses: Collection[str] | None = None) -> bool:
+    """Whether the code of the module, or of a submodule that is used, names a function that may draw random numbers."""
+    parts = [module, *(part for _, part in used_modules(module, uses))]
+    scripts = [part.script for part in parts if isinstance(part, ScriptTwin)]
     words = (word for script in scripts for word in re.findall(r"\w+", getattr(script, "code", "")))
     return any(map(DRAWS.fullmatch, words)) or any(
         _names_draws(function.__code__)
-        for part in module.modules()
+        for part in parts
         for kind in type(part).__mro__
         if issubclass(kind, nn.Module) and kind is not nn.Module
         for function in vars(kind).values()

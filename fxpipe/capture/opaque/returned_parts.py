@@ -4,7 +4,8 @@
     {"loss": f32[], "features": (f32[6, 8], f32[4, 8], f32[4, 8])}    one with three
 
 Lists with another number of items in another run are no results of the op. A trace is given a list in which it cannot
-look, and what looks into it is kept whole, too.
+look, and what looks into it is kept whole, too. What may be done is `torch.cat(features)`: the op returns the tensor
+that this makes, if the sizes of arguments tell its length.
 """
 
 from __future__ import annotations
@@ -45,30 +46,60 @@ class Part:
         copied = value.detach().clone() if copies and isinstance(value, Tensor) else None
         return cls(type(value), leaf=_hollow(value), content=copied)
 
-    def leaves(self, without: Collection[Place] = (), place: Place = ()) -> Iterator[Part]:
-        """The leaves, in order, but for those at the places `without`."""
+    def at(self, place: Place) -> Part:
+        """The part at a place."""
+        found = self
+        for number in place:
+            assert found.inside is not None
+            found = found.inside[number]
+        return found
+
+    @property
+    def joined(self) -> Part | None:
+        """The items one after another, as one tensor; None if they are no tensors that fit together."""
+        parts = self.inside or ()
+        if not parts or not all(isinstance(part.leaf, Tensor) and part.leaf.dim() for part in parts):
+            return None
+        if len({(part.leaf.dtype, part.leaf.shape[1:]) for part in parts}) > 1:
+            return None
+        contents = [part.content for part in parts if part.content is not None]
+        with torch.enable_grad():
+            leaf = torch.cat([part.leaf for part in parts])
+        return Part(Tensor, leaf=leaf, content=torch.cat(contents) if contents else None)
+
+    def leaves(
+        self, without: Collection[Place] = (), joined: Collection[Place] = (), place: Place = ()
+    ) -> Iterator[Part]:
+        """The leaves, in order, but for those at the places `without`; of the lists at the places `joined`, the items
+        one after another."""
         if self.inside is None:
             yield self
         elif place not in without:
             for at, part in enumerate(self.inside):
-                yield from part.leaves(without, (*place, at))
+                yield from part.leaves(without, joined, (*place, at))
+        elif place in joined and (whole := self.joined) is not None:
+            yield whole
 
-    def form(self, without: Collection[Place]) -> Callable[[Any], Any]:
+    def form(self, without: Collection[Place], joined: Collection[Place] = ()) -> Callable[[Any], Any]:
         """A function from the tensors in such an object, or the one tensor, to the object; Dynamo traces it."""
-        make, count = self._maker(without, (), 0)
+        make, count = self._maker(without, joined, (), 0)
         return make if count != 1 else lambda tensor: make([tensor])
 
-    def _maker(self, without: Collection[Place], place: Place, at: int) -> tuple[Callable[[Any], Any], int]:
+    def _maker(
+        self, without: Collection[Place], joined: Collection[Place], place: Place, at: int
+    ) -> tuple[Callable[[Any], Any], int]:
         if isinstance(self.leaf, Tensor):
             return lambda tensors: tensors[at], at + 1
         if self.inside is None:
             return lambda tensors: self.leaf, at
-        if place in without:
+        if place in without:  # made in the trace, which then guards nothing of it
             unknown = with_unknown_items(self.kind)
-            return lambda tensors: unknown(()), at  # made in the trace, which then guards nothing of it
+            if place in joined:
+                return lambda tensors: unknown.joining(tensors[at]), at + 1
+            return lambda tensors: unknown(()), at
         makers = []
         for number, part in enumerate(self.inside):
-            maker, at = part._maker(without, (*place, number), at)
+            maker, at = part._maker(without, joined, (*place, number), at)
             makers.append(maker)
         return lambda tensors: self.together([maker(tensors) for maker in makers]), at
 
@@ -78,7 +109,7 @@ def other_lengths(one: Part, two: Part, place: Place = ()) -> Iterator[Place]:
     if one.inside is None or two.inside is None or one.kind is not two.kind:
         return
     if len(one.inside) != len(two.inside):
-        if place and one.kind in (list, tuple):
+        if one.kind in (list, tuple):
             yield place
         return
     for at, (part, other) in enumerate(zip(one.inside, two.inside, strict=True)):

@@ -289,7 +289,7 @@ def _refuse_aliased(written: list[fx.Node], origin: Origin) -> None:
         opaque.written.append(origin)
         if any(promise.aliased for promise in opaque.promises):
             raise CaptureError(
-                f"{at(origin)}writes into what {opaque.path} returns, which is kept whole and may return what it was "
+                f"{at(origin)}writes into what {opaque} returns, which is kept whole and may return what it was "
                 "given; write y = y + 1 in place of y += 1"
             )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.ir.graph.opaque_call import holding, slots
+from fxpipe.ir.graph.module_parts import holding, slots
 
 WHY = "it is made by torch.jit.script or torch.jit.trace, so that its code is not Python's"
 NAMES = frozenset(vars(nn.Module())) - {"training"}
@@ -44,7 +44,7 @@ class ScriptTwin(nn.Module):
         return vars(self).get(name) or (lambda *args, **kwargs: self._called(name, args, kwargs))
 
     def _called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with holding(self.script, [getattr(part, key) for _, part, key in slots(self)]):
+        with holding([*self.script.named_modules()], [getattr(part, key) for _, part, key in slots(self)]):
             return getattr(self.script, name)(*args, **kwargs)
 
 

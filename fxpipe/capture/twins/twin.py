@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fxpipe.capture.nested_values import Memo, Swap, change
 from fxpipe.capture.tracing.storageless_tensors import hollow
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph.opaque_call import SET_NO_PARAMETER
+from fxpipe.ir.graph.module_parts import SET_NO_PARAMETER
 
 from .attribute_changes import PARTS
 from .change_watch import FACTS, Watch
@@ -104,7 +104,9 @@ class Twins:
         self.first_devices: dict[str, torch.device] = {}
         self.in_place_of_meta = torch.device("meta")
         self.frozen_later = False
-        self._forwards: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the id of the twin, with the twin
+        self._methods: dict[
+            tuple[int, str], tuple[Any, Callable[..., Any]]
+        ] = {}  # by the id of the twin, with the twin
         self._structure: set[int] = set()  # the ids of the dicts that a module hangs its parts in
         self._hook_dicts: dict[int, list[Any]] = {}  # all of its module, by the id of each
         self._lists = Lists()
@@ -193,7 +195,7 @@ class Twins:
                 self._slot_changes += bool(slots_of(type(item)))
                 for one in self._hook_dicts.get(id(item), [item]):
                     self.copies.fill(one, self.copies.memo[id(one)][1])
-            self._put_forwards()
+            self._put_methods()
             self._put_lists()
         hooks = (tuple(self.copies.memo[key][0]) for key in self._hook_dicts)
         self._hooks = list(filter(None, hooks))
@@ -221,8 +223,8 @@ class Twins:
                 copies.fill(original, self.copies.memo[id(original)][1])
         copies.last = {}
         self._beside = Copies(copies)
-        self._forwards = {key: kept for key, kept in self._forwards.items() if key in copies.originals}
-        self._put_forwards()
+        self._methods = {key: kept for key, kept in self._methods.items() if key[0] in copies.originals}
+        self._put_methods()
         self._put_lists()
         self._list(named)
 
@@ -284,20 +286,20 @@ class Twins:
 
     # What capture changes --------------------------------------------------------------------------------------------
 
-    def put_forward(self, twin: nn.Module, forward: Callable[..., Any] | None) -> None:
-        """Let another function stand in for the forward of a twin; None: its own again."""
-        if forward is not None:
-            self._forwards[id(twin)] = twin, forward
-            vars(twin)["forward"] = forward
-        elif self._forwards.pop(id(twin), None) is not None:
-            vars(twin).pop("forward")
+    def put_method(self, twin: nn.Module, function: Callable[..., Any] | None, name: str = "forward") -> None:
+        """Let another function stand in for a method of a twin; None: its own again."""
+        if function is not None:
+            self._methods[id(twin), name] = twin, function
+            vars(twin)[name] = function
+        elif self._methods.pop((id(twin), name), None) is not None:
+            vars(twin).pop(name)
             own = vars(self.original(twin))
-            if "forward" in own:
-                vars(twin)["forward"] = self.copies.of(own["forward"])
+            if name in own:
+                vars(twin)[name] = self.copies.of(own[name])
 
-    def _put_forwards(self) -> None:
-        for twin, forward in self._forwards.values():
-            vars(twin)["forward"] = forward
+    def _put_methods(self) -> None:
+        for (_, name), (twin, function) in self._methods.items():
+            vars(twin)[name] = function
 
     def _put_lists(self) -> None:
         for _, twin in self.named():

@@ -51,11 +51,31 @@ class UntracedList(HiddenItems, list[Any]):
         return tensors_of(self.each)[0].shape[0]
 
 
-class UnknownList(HiddenItems, list[Any]):
+class _Joining(HiddenItems):
+    """What may be known of hidden items: the tensor that they make one after another, `rows`."""
+
+    @classmethod
+    def joining(cls, rows: Tensor) -> Any:
+        """An object of which this is known."""
+        made = cls(())  # type: ignore[call-arg]
+        made.rows = rows  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.cat(items)` in a trace; other functions of torch end it."""
+        given = dict(zip(("tensors", "dim"), args, strict=False)) | (kwargs or {})
+        items = given.pop("tensors", None)
+        if func is torch.cat and type(items) is cls and hasattr(items, "rows") and given in ({}, {"dim": 0}):
+            return torch.cat((items.rows,))
+        return cls.end_trace()
+
+
+class UnknownList(_Joining, list[Any]):
     """A list that a submodule kept whole returns, of which only a run tells how many items there are."""
 
 
-class UnknownTuple(HiddenItems, tuple[Any, ...]):
+class UnknownTuple(_Joining, tuple[Any, ...]):
     """A tuple of that kind."""
 
 

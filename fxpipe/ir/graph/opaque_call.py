@@ -10,13 +10,9 @@ earlier runs (`Promise`), and every run is checked against them.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +23,13 @@ from fxpipe.torch_internals.pytrees import tree_flatten
 from fxpipe.torch_internals.tensor_memory import memory_key, sparse_parts, version_of
 
 from .graph import Graph, Op, Origin, called
+from .module_parts import holding, running_in, slots
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]
 Place = tuple[int, ...]  # where a part of a result is: the number of the part, of the part in that part, and so on
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 NOWHERE = Origin("", 0, "", "")
-SET_NO_PARAMETER = "compute with the other tensor itself, as in torch.nn.functional.linear(x, weight)"
-LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=LOCKS.clear)  # the thread of the parent that holds a lock is not in the child
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,8 @@ class Promise:
     - `derives`: whether it takes derivatives inside, by autograd.
     - `lists`: whether it is given lists whose items are the samples.
     - `mixes`: whether what it returns for a sample depends on other samples, if runs have shown that; else None.
-    - `without`: the places of lists in the result whose number of items is known only when it has run.
+    - `without`: the places of lists in the result whose number of items is known only when it has run; `joined`: those
+      of them that give one tensor, their items one after another.
     """
 
     key: Any
@@ -63,6 +57,7 @@ class Promise:
     lists: bool = False
     mixes: bool | None = None
     without: frozenset[Place] = frozenset()
+    joined: frozenset[Place] = frozenset()
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
@@ -110,8 +105,9 @@ def _scaled(size: Any, by: Scaled) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A submodule that is kept whole. `opaque(tensors, args, kwargs)`, with its parameters and buffers in the order of
-    `names`, returns a tuple of the tensors in the submodule's result, in order; a single tensor without the tuple.
+    """A submodule, or a method of one, that is kept whole. `opaque(tensors, args, kwargs)`, with its parameters and
+    buffers in the order of `names`, returns a tuple of the tensors in its result, in order; a single tensor without the
+    tuple.
 
     - `path`: the submodule's path in the model, "" for the model itself.
     - `origin`, `reason`, `advice`: the line that cannot be traced, why, and what to write instead.
@@ -121,6 +117,7 @@ class Opaque:
       behave differently when it runs again.
     - `deferred`: None, or its norms update running statistics at the end of the mini-batch: how many calls in a forward
       have updated them before this one.
+    - `method`: what is called; `uses`: the paths in the submodule of what that uses, None for all.
     """
 
     path: str
@@ -132,6 +129,8 @@ class Opaque:
     remembers: set[str] = field(default_factory=set)
     deferred: int | None = None
     advice: str = ""
+    method: str = "forward"
+    uses: frozenset[str] | None = None
     is_opaque: ClassVar[bool] = True
 
     @property
@@ -139,7 +138,13 @@ class Opaque:
         return f"opaque {self}"
 
     def __repr__(self) -> str:
-        return self.path or type(self.module).__name__
+        method = "" if self.method == "forward" else f".{self.method}"
+        return f"{self.path or type(self.module).__name__}{method}"
+
+    @property
+    def called(self) -> str:
+        """The path under which it is called."""
+        return self.path if self.method == "forward" else f"{self.path}.{self.method}".lstrip(".")
 
     @property
     def because(self) -> str:
@@ -149,7 +154,7 @@ class Opaque:
     @property
     def names(self) -> tuple[str, ...]:
         """The paths of its parameters and buffers, relative to the submodule."""
-        return tuple(name for name, _, _ in slots(self.module))
+        return tuple(name for name, _, _ in slots(self.module, self.uses))
 
     @property
     def unsure(self) -> bool:
@@ -176,7 +181,7 @@ class Opaque:
     @property
     def buffers(self) -> tuple[bool, ...]:
         """For each of `names`, whether it is a buffer, which forward may write."""
-        return tuple(key in module._buffers for _, module, key in slots(self.module))
+        return tuple(key in module._buffers for _, module, key in slots(self.module, self.uses))
 
     def promise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Promise | None, list[Tensor]]:
         """The first promise for such a call, or None, and the call's tensors."""
@@ -198,13 +203,13 @@ class Opaque:
         if self.promises and promise is None:
             raise RuntimeError(f"{self._who} is called in a way in which it was not captured")
         versions = _versions(given)
-        with holding(self.module, tensors):
+        with running_in(self.module, self.method, self.uses) as (named, run), holding(named, tensors):
             if promise is None or promise.lists:
                 args, kwargs = unpacked((args, dict(kwargs)))
-            result = self.module.forward(*args, **kwargs)
+            result = run(*args, **kwargs)
         if versions != _versions(given):
             raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
-        found = leaves(result, () if promise is None else promise.without)
+        found = leaves(result) if promise is None else leaves(result, promise.without, promise.joined)
         if promise is not None:
             self._check(promise, found, given)
         memory = {address for x in (*tensors, *given) for address in addresses(x)}
@@ -288,17 +293,6 @@ def wanting(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
     return wants if any(wants) else ()
 
 
-def slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """For each parameter and buffer its path, the module that holds it, and its key there."""
-    return [
-        (f"{path}.{key}" if path else key, part, key)
-        for path, part in module.named_modules()
-        for held in (part._parameters, part._buffers)
-        for key, tensor in held.items()
-        if tensor is not None
-    ]
-
-
 @once
 def opaques(graph: Graph) -> tuple[Opaque, ...]:
     """The submodules that the graph calls whole."""
@@ -320,53 +314,6 @@ def unsure(ops: Iterable[Op]) -> set[str]:
     return found
 
 
-@contextmanager
-def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which the module has these tensors in place of its own. If forward sets a buffer to a new tensor,
-    the contents are copied into the given one."""
-    with ExitStack() as locks:
-        for part in sorted(module.modules(), key=id):  # a part may be called by itself too; all take them in one order
-            locks.enter_context(LOCKS.setdefault(part, threading.RLock()))
-        there = slots(module)
-        known = {(id(part), key) for _, part, key in there}
-        are_buffers = [key in part._buffers for _, part, key in there]
-        places: list[tuple[dict[str, Any], str]] = []
-        for (_, part, key), is_buffer in zip(there, are_buffers, strict=True):
-            places.append((part._buffers if is_buffer else part._parameters, key))
-        own = [held[key] for held, key in places]
-        try:
-            for (held, key), tensor in zip(places, tensors, strict=True):
-                held[key] = tensor
-            yield
-            for (path, _, _), is_buffer, (held, key), tensor in zip(there, are_buffers, places, tensors, strict=True):
-                now = held[key] if key in held else None  # noqa: SIM401  # a script module's has no get
-                if now is not tensor:
-                    _copy(now, tensor, path, is_buffer)
-            _refuse_new(module, known)
-        finally:
-            for (held, key), mine in zip(places, own, strict=True):
-                held[key] = mine
-
-
-def _refuse_new(module: nn.Module, known: set[tuple[int, str]]) -> None:
-    """Raise RuntimeError if forward has made parameters or buffers."""
-    made = [path for path, part, key in slots(module) if (id(part), key) not in known]
-    if made:
-        raise RuntimeError(
-            f"forward of {type(module).__name__} made {', '.join(map(repr, made))}, which was not there when it was "
-            "captured; make parameters and buffers in __init__, or call the model once before you compile it"
-        )
-
-
-def _copy(new: Any, buffer: Tensor, path: str, is_buffer: bool) -> None:
-    if not is_buffer:  # whose gradient would go to the new one
-        raise RuntimeError(f"forward sets {path} to another parameter; {SET_NO_PARAMETER}")
-    if not isinstance(new, Tensor) or new.shape != buffer.shape:
-        raise RuntimeError(f"forward sets {path} to something of another shape; a buffer must keep its shape")
-    with torch.no_grad():
-        buffer.copy_(new)
-
-
 # What a call returns --------------------------------------------------------------------------------------------------
 
 
@@ -386,10 +333,12 @@ def apart(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]] | None:
     return None
 
 
-def leaves(value: Any, without: Collection[Place] = (), place: Place = ()) -> list[Any]:
-    """The tensors and other leaves of a nest, in order, but for those at the places `without`."""
+def leaves(value: Any, without: Collection[Place] = (), joined: Collection[Place] = (), place: Place = ()) -> list[Any]:
+    """The tensors and other leaves of a nest, in order, but for those at the places `without`; of the lists at the
+    places `joined`, the items one after another."""
     parts = apart(value)
     if parts is None:
         return [value]
-    inside = enumerate(parts[1]) if place not in without else ()
-    return [leaf for at, part in inside for leaf in leaves(part, without, (*place, at))]
+    if place in without:
+        return [torch.cat(parts[1])] if place in joined else []
+    return [leaf for at, part in enumerate(parts[1]) for leaf in leaves(part, without, joined, (*place, at))]

@@ -20,6 +20,7 @@ from torch import nn
 
 from fxpipe.errors import BatchStatisticsWarning
 from fxpipe.ir.graph.graph import Graph, Origin, Ref
+from fxpipe.ir.graph.module_parts import used_modules
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import memory_of
 from fxpipe.ir.once import once
@@ -48,7 +49,8 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
     paths = {state.name: state.path for state in graph.states}
     for op in graph.ops:
         if isinstance(op.target, Opaque):
-            for path, part in op.target.module.named_modules(prefix=op.target.path):
+            for inside, part in used_modules(op.target.module, op.target.uses):
+                path = ".".join(filter(None, (op.target.path, inside)))
                 by_batch = getattr(part, "training", False) or getattr(part, "running_mean", None) is None
                 if _is_batch_norm(part) and by_batch:
                     found.setdefault(path, BatchNorm(path, op.target.origin))

@@ -140,7 +140,7 @@ def chain_stages(
     package.write(package.package(program, made.plan, SCHEDULER), folder)
     loaded = load_package(folder)
     tensors, held = tensors_of(model), package.constants(program)
-    calls = {opaque.path: opaque for opaque in opaques(made.graph)}
+    calls = {opaque.called: opaque for opaque in opaques(made.graph)}
     for index in stages:
         if not 0 <= index < len(program.stages):
             raise PlanError(f"there is no stage {index}: the pipe has stages 0 to {len(program.stages) - 1}")

@@ -36,7 +36,7 @@ def _whole_model(graph: Graph) -> Opaque | None:
     """The submodule that is kept whole if it is the model itself, or if no cut separates any op from it; else None."""
     kept = opaques(graph)
     together = bool(kept) and not inner_cuts(graph)
-    return next((opaque for opaque in kept if together or not opaque.path), None)
+    return next((opaque for opaque in kept if together or not opaque.called), None)
 
 
 def _on_one_device(options: Options, whole: Opaque) -> Options:
@@ -46,7 +46,7 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
             f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
             "these lines into the forward of a submodule"
         )
-    if whole.path and len(options.devices) > 1:  # for the model itself, capture has warned already
+    if whole.called and len(options.devices) > 1:  # for the model itself, capture has warned already
         warnings.warn(
             f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut "
             f"leaves anything beside it; {SMALLER}",

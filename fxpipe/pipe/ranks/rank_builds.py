@@ -179,7 +179,7 @@ class RankBuilds:
 
     def bind(self, model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:
         """The scheduler of the stages on this rank."""
-        calls = {opaque.path: opaque for opaque in opaques(made.graph)}
+        calls = {opaque.called: opaque for opaque in opaques(made.graph)}
         held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
         loans = written_loans(self.world, made.program, tensors_of(model))
         copies = {loan.path: loan.here for loan in loans if loan.here is not None and self.world.rank in loan.users}

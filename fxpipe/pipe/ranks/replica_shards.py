@@ -28,6 +28,7 @@ from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.ranks.replicas.replica_reduce import broadcast_values
 from fxpipe.engines.ranks.replicas.shard_exchange import ShardExchange
 from fxpipe.errors import FxpipeError, RankError
+from fxpipe.ir.graph.module_parts import is_used
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.program.program import Program
 from fxpipe.runtime import Stage
@@ -173,8 +174,9 @@ def stays_whole(program: Program) -> set[str]:
 
 
 def kept_whole(program: Program) -> list[str]:
-    """The paths of the submodules that are called whole."""
-    return [op.target.path for stage in program.stages for op in stage.ops if isinstance(op.target, Opaque)]
+    """The paths of the submodules that are called whole, and of what methods use that are."""
+    targets = (op.target for stage in program.stages for op in stage.ops if isinstance(op.target, Opaque))
+    return [".".join(filter(None, (t.path, use))) for t in targets for use in ([""] if t.uses is None else t.uses)]
 
 
 def faults(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -187,5 +189,5 @@ def faults(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def paths_in(model: nn.Module, module: str) -> list[str]:
-    """The paths of the model's tensors that are in a submodule; "" for the model."""
-    return [path for path in tensors_of(model) if not module or path.startswith(f"{module}.")]
+    """The paths of the model's tensors that are in a submodule, or at that path; "" for the model."""
+    return [path for path in tensors_of(model) if not module or is_used(path, {module})]

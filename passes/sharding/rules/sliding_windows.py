@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from fxpipe.ir.graph.convolution_windows import of_convolution, of_pool
+from fxpipe.ir.operators.convolution_windows import of_convolution, of_pool
 from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import MAX_POOLS

@@ -109,11 +109,11 @@ class Layers:
             if key not in there:
                 del self.of[key]
                 if vars(leaf.twin).get("forward") is leaf.forward:
-                    twins.put_forward(leaf.twin, None)
+                    twins.put_method(leaf.twin, None)
         for module in found:
             if id(module) not in self.of:
                 self.of[id(module)] = leaf = self._leaf(module)
-                twins.put_forward(module, leaf.forward)
+                twins.put_method(module, leaf.forward)
 
     def _may_be(self, module: nn.Module) -> bool:
         leaf = self.of.get(id(module))

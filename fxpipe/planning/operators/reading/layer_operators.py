@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from fxpipe.ir.graph.convolution_windows import of_convolution, of_pool
 from fxpipe.ir.graph.graph import Op, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.operators.convolution_windows import of_convolution, of_pool
 from fxpipe.ir.operators.tensor_axes import axis, whole
 from fxpipe.planning.operators.models import operator_kinds as kinds
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpipe.ir.graph.convolution_windows import Windows, of_convolution, of_pool
+from fxpipe.ir.operators.convolution_windows import Windows, of_convolution, of_pool
 from fxpipe.ir.graph.graph import Op, Origin, Ref
 from fxpipe.ir.graph.value_types import TensorType
 

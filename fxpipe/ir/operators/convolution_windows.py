@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .graph import Op, op_name
-from .op_arguments import argument
-from .ops import MAX_POOLS
+from fxpipe.ir.graph.graph import Op, op_name
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.ops import MAX_POOLS
 
 
 class Windows(NamedTuple):
