@@ -27,7 +27,7 @@ from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.runtime.accelerator import count, is_here
-from fxpipe.runtime.stage import sources_of
+from fxpipe.runtime.stage import Stage, sources_of
 from fxpipe.torch_internals.moved_tensors import move_to
 
 
@@ -165,9 +165,7 @@ def bound_stages(
     tensors = _tensors(module, model, others or {}, used)
     held = _load_constants(module) if constants is None else constants
     submodules = {
-        path: (calls or {}).get(path) or Opaque(path, _submodule(model, path))
-        for kind, _ in kinds
-        for path in kind.opaque
+        path: (calls or {}).get(path) or _whole(model, path, kind) for kind, _ in kinds for path in kind.opaque
     }
     stages: list[Any] = []
     for at, (kind, device) in enumerate(kinds):
@@ -188,6 +186,19 @@ def bound_stages(
         stages.append(kind(tensors, held, device, submodules))
     whole = stages.pop(len(devices)) if totals else None
     return stages, whole
+
+
+def _whole(model: nn.Module, path: str, kind: type[Stage]) -> Opaque:
+    """What a stage calls whole, of this model."""
+    found = {(frozenset(without), frozenset(joined)) for at, without, joined in kind.lists if at == path}
+    if len(found) > 1:
+        raise PackageError(f"{path} returns other lists from call to call, of which a saved package knows nothing")
+    lists = found.pop() if found else ((), ())
+    uses = dict(kind.uses).get(path)
+    if uses is None:
+        return Opaque(path, _submodule(model, path), lists=lists)
+    owner, _, method = path.rpartition(".")
+    return Opaque(owner, _submodule(model, owner), method=method, uses=frozenset(uses), lists=lists)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

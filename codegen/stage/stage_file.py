@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fxpipe.codegen.stage.backward_methods import (
     accumulating_names,
@@ -170,6 +170,21 @@ def _unsure(program: Program) -> frozenset[str]:
     return frozenset(unsure(op for stage in program.stages for op in stage.ops))
 
 
+def _of_whole(called: Mapping[str, Opaque]) -> Iterator[Statement]:
+    """What the runtime must know of what is called whole: what methods use, and the lists that are returned."""
+    uses = {path: sorted(opaque.uses) for path, opaque in called.items() if opaque.uses is not None}
+    if uses:
+        yield from rows_of("uses", (tuple_of((string(path), literal(tuple(used)))) for path, used in uses.items()))
+    lists = {
+        (path, *(tuple(sorted(places)) for places in (promise.without, promise.joined)))
+        for path, opaque in called.items()
+        for promise in opaque.promises
+        if promise.without
+    }
+    if lists:
+        yield from rows_of("lists", (tuple_of((string(path), *map(literal, rest))) for path, *rest in sorted(lists)))
+
+
 def _attributes(program: Program, stage: Stage) -> list[Statement]:
     """The class attributes that tell the runtime which tensors the stage holds."""
     states = {name: program.state(name) for name in (*stage.states, *stage.mutates, *stage.rereads)}
@@ -183,6 +198,7 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
         "opaque": dict.fromkeys(op.target.called for op in stage.ops if isinstance(op.target, Opaque)),
     }
     found = [statement for name, paths in lists.items() for statement in rows_of(name, map(string, paths))]
+    found += _of_whole({op.target.called: op.target for op in stage.ops if isinstance(op.target, Opaque)})
     parts = [states[name] for name in held if states[name].part]
     if parts:
         found.append(Comment("parts of the model's tensors: of each the ranges in its dimensions"))

@@ -140,6 +140,8 @@ class Stage(Scope):
     - `states`: the paths of its parameters and buffers; `constants`: the names of its other tensors and objects.
     - `mutates`: the paths of the buffers that forward writes; `rereads`: those whose old contents it reads.
     - `opaque`: the paths of the submodules and methods that are called whole, "" for the model.
+    - `uses`: for each path of a method in `opaque`, the paths in its module of what it uses; `lists`: for each path of
+      what returns lists whose lengths only a run tells, the places of these and of those that give one tensor.
     - `parts`: for each path that stands for a part of a tensor: that path, the tensor's path, and the part's ranges.
     - `unsure`: only a run with gradients shows which results need a gradient.
     - `derives`: forward takes derivatives, by autograd, for which it must run with gradients.
@@ -160,6 +162,8 @@ class Stage(Scope):
     mutates: tuple[str, ...] = ()
     rereads: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    uses: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    lists: tuple[tuple[str, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], ...] = ()
     parts: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = ()
     unsure: bool = False
     derives: bool = False

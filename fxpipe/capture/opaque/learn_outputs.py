@@ -48,7 +48,7 @@ from .derivatives import Derivatives
 from .mixing_in_runs import Contents, in_another_order, mixes
 from .opaque_submodules import Piece, Pieces
 from .returned_parts import NO_RESULT, Part, other_lengths
-from .used_tensors import noted
+from .used_tensors import Uses
 
 
 def _call_of(promise: Promise) -> tuple[Any, ...]:
@@ -258,13 +258,14 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
 
     def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
         opaque, own = piece.opaque, getattr(module, piece.opaque.method)
+        uses = Uses(module, piece.used)  # now: to look at a tensor in a run is to use it
         is_method = opaque.method != "forward"
         places = [] if is_method and opaque.uses is None else slots(module, opaque.uses)
 
         def ran(args: Any, kwargs: Any) -> Any:
             if not is_method:
                 return own(*args, **kwargs)
-            with noted(module, piece.used):
+            with uses.noted():
                 if opaque.uses is not None and not piece.unfit:
                     try:
                         with running_in(module, opaque.method, opaque.uses) as (_, method):

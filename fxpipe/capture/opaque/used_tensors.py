@@ -22,16 +22,10 @@ from fxpipe.torch_internals.pytrees import tree_leaves
 CALLS = "_call_impl"  # of nn.Module: calls forward
 
 
-@contextmanager
-def noted(module: nn.Module, found: set[str]) -> Iterator[None]:
-    """A context that adds to `found` the paths in the module of the submodules that are called, if they have tensors,
-    and of the other tensors that are used."""
-    seen = _Seen(module, found)
-    with _Functions(seen), _Ops(seen):
-        yield
+class Uses:
+    """What is used of a module in the context `noted()`: the paths in it of the submodules that are called, if they have
+    tensors, and of other tensors, are added to `found`."""
 
-
-class _Seen:
     def __init__(self, module: nn.Module, found: set[str]) -> None:
         self.found = found
         self.modules = {id(part): path for path, part in module.named_modules() if path}
@@ -39,6 +33,11 @@ class _Seen:
         for path, part, key in slots(module):
             for address in addresses(getattr(part, key)):
                 self.paths.setdefault(address, []).append(path)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        with _Functions(self), _Ops(self):
+            yield
 
     def note(self, args: Any, kwargs: Mapping[str, Any] | None) -> None:
         for given in tree_leaves((args, dict(kwargs or {}))):
@@ -66,20 +65,20 @@ def _addresses(given: Tensor) -> set[int]:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, uses: Uses) -> None:
         super().__init__()
-        self.seen = seen
+        self.uses = uses
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.note(args, kwargs)
+        self.uses.note(args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[misc]
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, uses: Uses) -> None:
         super().__init__()
-        self.seen = seen
+        self.uses = uses
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.note(args, kwargs)
+        self.uses.note(args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -118,6 +118,7 @@ class Opaque:
     - `deferred`: None, or its norms update running statistics at the end of the mini-batch: how many calls in a forward
       have updated them before this one.
     - `method`: what is called; `uses`: the paths in the submodule of what that uses, None for all.
+    - `lists`: `without` and `joined` of its promises, for a saved pipe, which has none of these.
     """
 
     path: str
@@ -131,6 +132,7 @@ class Opaque:
     advice: str = ""
     method: str = "forward"
     uses: frozenset[str] | None = None
+    lists: tuple[Collection[Place], Collection[Place]] = ((), ())
     is_opaque: ClassVar[bool] = True
 
     @property
@@ -209,7 +211,7 @@ class Opaque:
             result = run(*args, **kwargs)
         if versions != _versions(given):
             raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
-        found = leaves(result) if promise is None else leaves(result, promise.without, promise.joined)
+        found = leaves(result, *self.lists) if promise is None else leaves(result, promise.without, promise.joined)
         if promise is not None:
             self._check(promise, found, given)
         memory = {address for x in (*tensors, *given) for address in addresses(x)}

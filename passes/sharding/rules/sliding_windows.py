@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from fxpipe.ir.operators.convolution_windows import of_convolution, of_pool
 from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import MAX_POOLS
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.operators.convolution_windows import of_convolution, of_pool
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places, Range, extent, full

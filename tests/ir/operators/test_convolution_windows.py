@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpipe.ir.operators.convolution_windows import Windows, of_convolution, of_pool
 from fxpipe.ir.graph.graph import Op, Origin, Ref
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.operators.convolution_windows import Windows, of_convolution, of_pool
 
 
 def op(target: Any, *args: Any, **kwargs: Any) -> Op:

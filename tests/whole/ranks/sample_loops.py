@@ -15,6 +15,7 @@ from tests.capture.batch import test_counted_rows as rows
 from tests.capture.batch import test_sample_numbers_of_their_own as own
 from tests.capture.batch.test_sample_lists import Boxes, images, of_boxes, targets_of
 from tests.capture.batch.test_sample_loops import Model, each_alone, in_two
+from tests.capture.opaque import test_methods_kept_whole as methods_kept_whole
 
 Batch = tuple[tuple[Tensor, ...], Any]  # the arguments and the target of so many samples
 Case = tuple[nn.Module, Callable[..., Tensor], Callable[[int], Batch]]
@@ -48,7 +49,12 @@ def counted() -> Case:
     return rows.Reader().double(), rows.token_loss, batch
 
 
-MORE: dict[Callable[[], Case], dict[str, Any]] = {counted: {"batch_dim": rows.ROWS}}
+def methods() -> Case:
+    """Methods are kept whole, on one of the ranks."""
+    return methods_kept_whole.Reader().double(), rows.token_loss, counted()[2]
+
+
+MORE: dict[Callable[[], Case], dict[str, Any]] = {case: {"batch_dim": rows.ROWS} for case in (counted, methods)}
 
 
 def as_the_model(group: Any, options: Mapping[str, Any], case: Callable[[], Case]) -> None:
