@@ -176,13 +176,13 @@ def _of_whole(called: Mapping[str, Opaque]) -> Iterator[Statement]:
     if uses:
         yield from rows_of("uses", (tuple_of((string(path), literal(tuple(used)))) for path, used in uses.items()))
     lists = {
-        (path, *(tuple(sorted(places)) for places in (promise.without, promise.joined)))
+        (path, tuple(sorted(promise.without)), tuple(sorted(promise.joined)))
         for path, opaque in called.items()
         for promise in opaque.promises
         if promise.without
     }
     if lists:
-        yield from rows_of("lists", (tuple_of((string(path), *map(literal, rest))) for path, *rest in sorted(lists)))
+        yield from rows_of("lists", (tuple_of((string(at), literal(a), literal(b))) for at, a, b in sorted(lists)))
 
 
 def _attributes(program: Program, stage: Stage) -> list[Statement]:

@@ -117,12 +117,12 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
                 raise
     if len(heard[0]) != len(heard[1]):
         raise _called_otherwise(*heard)
-    if changed := [piece for piece in pieces.of.values() if _uses_more(piece)]:
-        for piece in changed:
-            if all(is_used(name, piece.used) for name, _, _ in slots(piece.twin)):
-                piece.unfit = "uses all that its module has"
-                return piece
-            pieces.narrow(piece, twins)
+    if more := [method for method in pieces.of.values() if _uses_more(method)]:
+        for method in more:
+            if all(is_used(name, method.used) for name, _, _ in slots(method.twin)):
+                method.unfit = "uses all that its module has"
+                return method
+            pieces.narrow(method, twins)
         return learn(pieces, run, call, twins, holders)
     for one, two in zip(*heard, strict=True):
         piece: Piece = one.piece

@@ -30,7 +30,7 @@ from fxpipe.ir.graph.graph import Graph, map_leaves
 from fxpipe.ir.graph.module_parts import is_used, slots, used_modules
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, wanting
 
-from .refused_methods import frames_at, methods_of
+from .methods_around import frames_at, methods_of
 
 # Names of functions that may draw random numbers. Others are found if they draw in the runs of `learn_outputs.py`.
 DRAWS = re.compile(

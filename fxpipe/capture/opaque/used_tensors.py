@@ -23,8 +23,8 @@ CALLS = "_call_impl"  # of nn.Module: calls forward
 
 
 class Uses:
-    """What is used of a module in the context `noted()`: the paths in it of the submodules that are called, if they have
-    tensors, and of other tensors, are added to `found`."""
+    """What is used of a module in the context `noted()`: the paths in it of submodules with tensors that are called,
+    and of other tensors, are added to `found`."""
 
     def __init__(self, module: nn.Module, found: set[str]) -> None:
         self.found = found
@@ -74,9 +74,9 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Ops(TorchDispatchMode):  # type: ignore[misc]
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, uses: Uses) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.uses = uses
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -39,7 +39,7 @@ class Unused:
     def __call__(self, *args: Any, **kwargs: Any) -> Never:
         raise self._error()
 
-    __setattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __eq__ = __call__  # type: ignore[assignment]
+    __setattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __eq__ = __call__
     __hash__ = None  # type: ignore[assignment]
 
     def _error(self) -> RuntimeError:
