@@ -273,8 +273,8 @@ class Pieces:
         frames: Sequence[FrameSummary],
         around: bool = False,
     ) -> bool:
-        """Keep the innermost of these submodules whole, or a method of it, for the reason that `why` has. If another one
-        of its class is kept already (one of many layers), keep all of the class: each one alone would cost another
+        """Keep the innermost of these submodules whole, or a method of it, for the reason that `why` has. If another
+        one of its class is kept already (one of many layers), keep all of the class: each one alone would cost another
         trace of the whole model."""
         for path, module in reversed(inside):
             own = type(module).forward is not nn.Module.forward  # lists of modules have none

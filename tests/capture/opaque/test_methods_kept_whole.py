@@ -310,6 +310,26 @@ def test_what_a_method_did_not_use_before_is_an_error_or_captured():
     torch.testing.assert_close(pipe.model(x + 20), model(x + 20))
 
 
+class ByMode(Branches):
+    """A method uses other submodules in evaluation."""
+
+    def chosen(self, x):
+        count = int(torch.tanh(x @ self.choices[0].weight).isfinite().all().item())
+        return count * self.choices[1 if self.training else 2](x)
+
+
+def test_a_method_has_what_it_uses_in_any_kind_of_call():
+    torch.manual_seed(0)
+    model, x = ByMode(), torch.rand(4, WIDTH)
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=1, chunks=2)
+    for mode in (True, False, True, False):
+        model.train(mode), pipe.train(mode)
+        with torch.set_grad_enabled(mode):
+            torch.testing.assert_close(pipe(x), model(x))
+    numbers = [int(name.split(".")[1]) for name in kept(pipe)["chosen"]]
+    assert numbers in ([0, 1, 1], [0, 1, 1, 2, 2])
+
+
 class Decorated(Branches):
     """Decorators around a method run with it; random numbers are drawn in it."""
 
