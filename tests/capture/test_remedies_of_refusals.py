@@ -139,7 +139,7 @@ PART = {
         kept=True,
     ),
     "list of results, stacked": Case(
-        ("Net is kept whole", "or one that a submodule kept whole returns", "let a submodule do that, which returns"),
+        ("Net is kept whole", "it looks into a list that a submodule kept whole returns", "return one tensor"),
         Step(partial(Net, by_samples, lambda self, h: self.last(torch.stack(self.part(h)["each"])))),
         Step(partial(Net, by_samples_in_one)),
         kept=True,

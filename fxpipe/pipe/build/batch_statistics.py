@@ -66,9 +66,11 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
 
 @once
 def written_buffers(graph: Graph) -> tuple[str, ...]:
-    """The paths of the buffers that forward writes, but for those of batch norms."""
+    """The paths of the buffers that forward writes, but for those of batch norms, and those of submodules kept whole,
+    of which nothing tells whether they are written."""
     root, norms = memory_of(graph), tuple(f"{norm.path}." for norm in batch_norms(graph) if norm.path)
-    written = {root[name] for op in graph.ops if arguments(op) is None for name in op.writes if name in root}
+    ops = [op for op in graph.ops if arguments(op) is None and not isinstance(op.target, Opaque)]
+    written = {root[name] for op in ops for name in op.writes if name in root}
     states = [state for state in graph.states if state.kind == "buffer" and root.get(state.name) in written]
     return tuple(state.path for state in states if not state.path.startswith(norms))
 
