@@ -55,7 +55,7 @@ ADVICE = (
         "write torch.where(condition, a, b) in place of `if`",
     ),
     (
-        r"specialized integer from data-dependent expression",
+        r"specialized integer from data-dependent expression|Pending unbacked symbols",
         "it uses a tensor as a Python number, which an index x[i] with a 0-dim tensor does too",
         "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]; what a loop counts to, "
         "make an int of the model's: self.depth = 3",
