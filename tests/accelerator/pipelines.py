@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import fxpipe
 from tests.helpers.models import MODELS, Case, sequences
-from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown
+from tests.helpers.transparency import Result, assert_same, build, inputs, on_cpu, plain, shown
 from tests.whole.test_steps import one_step, reference, stepped
 
 from .simulated_device import checked
@@ -43,10 +42,6 @@ class GRU(nn.Module):
 CASES = {name: case for name, case in MODELS.items() if not case.random and name not in ("amoebanet", "resnet")} | {
     "gru": Case(GRU, sequences, frozenset())
 }
-
-
-def on_cpu(nest: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.cpu(), nest)
 
 
 def on_host(result: Result) -> Result:

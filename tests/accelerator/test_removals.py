@@ -19,10 +19,10 @@ from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.local_cluster import _device_seconds
 from fxpipe.profiling.measure import _timed
 from tests.helpers.models import MODELS
-from tests.helpers.transparency import build, inputs
+from tests.helpers.transparency import build, inputs, on_cpu
 
 from .child_process import on_device
-from .pipelines import MIXED, THREE, on_cpu
+from .pipelines import MIXED, THREE
 from .removals import Statement, removed, statements
 from .simulated_device import DisorderError, checked, durations
 from .test_pipes import Wide

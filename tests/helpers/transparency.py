@@ -31,6 +31,11 @@ class Result:
     buffers: Mapping[str, Tensor]
 
 
+def on_cpu(nest: Any) -> Any:
+    """The nest with each tensor on the CPU."""
+    return pytree.tree_map_only(Tensor, lambda x: x.cpu(), nest)
+
+
 class Seeded(TorchDispatchMode):
     """Seeds each op that draws random numbers from (seed, micro-batch, its number among those that draw). The modules
     in `whole` are one op each, so all that they draw comes from one seed."""

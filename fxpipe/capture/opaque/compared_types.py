@@ -19,6 +19,8 @@ from fxpipe.capture.tracing.size_names import source_tree
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.ir.graph.graph import Origin
 
+from .opaque_submodules import names_in
+
 
 def compared_type(twins: Twins, kept: Container[int], losses: Iterable[Any], paths: Iterable[str]) -> Refused | None:
     """The refusal of a line that compares the type of a list at `paths`, whose items are the samples; None if there is
@@ -68,7 +70,7 @@ def _in_methods(kind: type) -> Iterator[tuple[str, Origin]]:
 
 def _compared(code: CodeType) -> Iterator[tuple[str, Origin]]:
     """The comparisons in code, each with the last name in what the type is taken of."""
-    tree = source_tree(code) if {"type", "list"} <= _globals(code) else None
+    tree = source_tree(code) if {"type", "list"} <= names_in(code) else None
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Compare) and "list" in _names(ast.unparse(node)):
             for part in (node.left, *node.comparators):
@@ -76,11 +78,6 @@ def _compared(code: CodeType) -> Iterator[tuple[str, Origin]]:
                     file, line = code.co_filename, code.co_firstlineno + node.lineno - 1
                     where = Origin(file, line, linecache.getline(file, line).strip(), "")
                     yield from ((name, where) for name in _names(ast.unparse(part.args[0]))[-1:])
-
-
-def _globals(code: CodeType) -> set[str]:
-    """The names of globals and attributes in code, also in that of functions inside of it."""
-    return {*code.co_names}.union(*(_globals(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _names(text: str) -> list[str]:

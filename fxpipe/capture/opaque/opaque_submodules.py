@@ -370,7 +370,7 @@ def may_draw(module: nn.Module, uses: Collection[str] | None = None) -> bool:
     scripts = [part.script for part in parts if isinstance(part, ScriptTwin)]
     words = (word for script in scripts for word in re.findall(r"\w+", getattr(script, "code", "")))
     return any(map(DRAWS.fullmatch, words)) or any(
-        _names_draws(function.__code__)
+        any(map(DRAWS.fullmatch, names_in(function.__code__)))
         for part in parts
         for kind in type(part).__mro__
         if issubclass(kind, nn.Module) and kind is not nn.Module
@@ -379,7 +379,6 @@ def may_draw(module: nn.Module, uses: Collection[str] | None = None) -> bool:
     )
 
 
-def _names_draws(code: CodeType) -> bool:
-    if any(DRAWS.fullmatch(name) for name in code.co_names):
-        return True
-    return any(_names_draws(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+def names_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes in code, also in that of functions inside of it."""
+    return {*code.co_names}.union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

@@ -104,9 +104,8 @@ class Twins:
         self.first_devices: dict[str, torch.device] = {}
         self.in_place_of_meta = torch.device("meta")
         self.frozen_later = False
-        self._methods: dict[
-            tuple[int, str], tuple[Any, Callable[..., Any]]
-        ] = {}  # by the id of the twin, with the twin
+        # What stands in for methods: the twin and the function, by the id of the twin and the name of the method.
+        self._methods: dict[tuple[int, str], tuple[Any, Callable[..., Any]]] = {}
         self._structure: set[int] = set()  # the ids of the dicts that a module hangs its parts in
         self._hook_dicts: dict[int, list[Any]] = {}  # all of its module, by the id of each
         self._lists = Lists()

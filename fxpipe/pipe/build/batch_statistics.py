@@ -43,6 +43,7 @@ class BatchNorm:
         return self.path or str(self.origin)
 
 
+@once
 def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
     """The norms of a graph that use the statistics of their batch, each once."""
     found: dict[str, BatchNorm] = {}

@@ -96,7 +96,7 @@ class Build:
         """The predicted timeline of a step, or of a call."""
         return self.simulated()
 
-    @cached_property
+    @property
     def batch_norms(self) -> tuple[BatchNorm, ...]:
         """The norms that use the statistics of their batch."""
         return batch_norms(self.graph)

@@ -35,6 +35,7 @@ from fxpipe.pipe.drop_in_module import SHARED
 from fxpipe.pipe.options.user_passes import checked
 from fxpipe.runtime import Stage
 from fxpipe.runtime.random import Draws, new_seed
+from fxpipe.torch_internals.moved_tensors import move_to
 
 from .build import Build
 
@@ -150,7 +151,7 @@ def chain_stages(
                 f"{empty[0]}, of stage {index}, is on the meta device; call pipe.materialize(stages=[{index}]) first"
             )
         for path in kind.states:
-            tensors[path].data = tensors[path].data.to(device)
+            move_to(tensors[path], device)
         chained = ChainStage(kind(tensors, held, device, calls), program, index, links, loaded)
         chained.training = model.training
         before, after = (examples(program, made.sizes, link) for link in (links[index], links[index + 1]))

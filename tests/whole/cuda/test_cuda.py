@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.api.cli.main import main
 from fxpipe.pipe.build.local_cluster import local_cluster
 from tests.helpers.models import MODELS, Case
-from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown
+from tests.helpers.transparency import Result, assert_same, build, inputs, on_cpu, plain, shown
 
 pytestmark = pytest.mark.cuda
 
@@ -37,10 +36,6 @@ def compile() -> Iterator[Callable[..., fxpipe.Pipe]]:
     """`fxpipe.compile`, and every pipe closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(contextlib.closing(fxpipe.compile(*args, **options)))
-
-
-def on_cpu(nest: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.cpu(), nest)
 
 
 def step(case: Case, model: nn.Module, pipe: nn.Module, args: Any, kwargs: Any) -> Result:

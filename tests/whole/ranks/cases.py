@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -37,7 +38,7 @@ from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.planning import homes
 from fxpipe.runtime.random import new_seed
 from tests.helpers.models import MODELS, Case
-from tests.helpers.transparency import Result, assert_same, build, inputs
+from tests.helpers.transparency import Result, assert_same, build, inputs, on_cpu
 from tests.whole.test_steps import reference, stepped
 
 Config = tuple[str, str]  # schedule, checkpoint
@@ -105,8 +106,9 @@ def step_over(group: Any, model: nn.Module, own: Own, call: Any, seed: int, step
     return Result(parts[0][0].output, all_gradients, {name: all_buffers[name] for name, _ in model.named_buffers()})
 
 
-def on_cpu(nest: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.cpu(), nest)
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, put together if ranks have parts of it, on the CPU."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def compare(group: Any, got: Result | None, wanted: Callable[[], Result], tol: float = 1e-9) -> None:

@@ -27,7 +27,7 @@ from fxpipe import RankError
 from fxpipe.runtime.dtensor_stage import Parts
 from tests.helpers.rendezvous_group import register
 from tests.whole.ranks.backends import DEVICES, device_of
-from tests.whole.ranks.cases import Boom, Chain, at, raises, throw
+from tests.whole.ranks.cases import Boom, Chain, at, raises, throw, whole
 
 ROWS, CHUNKS, WORDS = 8, 4, 12
 
@@ -133,10 +133,6 @@ def slice_of(mesh: Any, ids: Tensor) -> Tensor:
     if "dp" not in names:
         return ids
     return ids.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def steps_are_the_models(

@@ -19,9 +19,9 @@ import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
-from tests.helpers.transparency import build
+from tests.helpers.transparency import build, on_cpu
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import on_cpu, raises, step_is_the_models
+from tests.whole.ranks.cases import raises, step_is_the_models
 from tests.whole.ranks.parts import loops_alike, on_meta, piped
 from tests.whole.ranks.rendezvous import like_nccl
 from tests.whole.test_numbers import assert_same, steps_are_the_models, twins

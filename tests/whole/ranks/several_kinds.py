@@ -31,14 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe.runtime.microbatch import split_sizes
+from tests.helpers.transparency import on_cpu
 from tests.whole.ranks.backends import device_here
-from tests.whole.ranks.cases import on_cpu
+from tests.whole.ranks.cases import whole
 from tests.whole.ranks.pool import Pool, RankFailed
 from tests.whole.test_tensor_parallel import fast
 
@@ -360,10 +360,6 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 def tensors(held: dict[str, Tensor]) -> dict[str, Tensor]:
     return {path: whole(tensor.detach()).clone() for path, tensor in held.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def differing(where: str, got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

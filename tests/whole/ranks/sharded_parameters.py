@@ -22,6 +22,7 @@ from fxpipe.errors import FxpipeError, RankError
 from fxpipe.ir.plan import plan_file
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.runtime.autograd.gathered_parameters import Gathering
+from tests.whole.ranks.cases import whole
 
 CHUNKS = 3
 
@@ -67,10 +68,6 @@ def sharded(
     pipe = fxpipe.compile(copy.deepcopy(model), plan=plan, group=group, timeout=60, example_inputs=x)
     assert isinstance(pipe, RankPipe)
     return pipe
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def step_is_the_models(group: Any, counts: Sequence[int], schedule: str, checkpoint: str) -> None:

@@ -36,10 +36,10 @@ from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.ranks.ranks import ranked
 from fxpipe.planning.operators.expert_strategies import scattered
 from tests.helpers.models import MODELS
-from tests.helpers.transparency import build, inputs
+from tests.helpers.transparency import build, inputs, on_cpu
 from tests.pipe.build.test_apply_strategy import CASES, loss_of
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import Boom, apart, at, on_cpu, raises, step_is_the_models, throw
+from tests.whole.ranks.cases import Boom, apart, at, raises, step_is_the_models, throw
 from tests.whole.ranks.meshes import ddp, fsdp, rows_of
 from tests.whole.ranks.parts import loops_alike, on_meta
 from tests.whole.ranks.rendezvous import failing, like_nccl, no_memory
