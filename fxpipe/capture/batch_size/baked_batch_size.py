@@ -63,7 +63,7 @@ def at_two_sizes(
 ) -> tuple[Draft, Draft, frozenset[int]]:
     """The graph of a call that counts to the batch size, for micro-batches of two `sizes` at most: as traced, with `b`,
     and the sizes that it holds for. `again` makes a dry pass with another number of samples. If no call is cut, loops
-    stay loops. Raises CaptureError if there is no such graph."""
+    stay loops. Raises CaptureError if there is no such graph, or the whole batch has another one."""
     path, others = one.draft.baked or "", sorted({*sizes} - {one.rows})
     if one.traced.read is not None and one.rows != one.call.batch:
         raise ValuesOfOtherSamples(path)
@@ -74,15 +74,25 @@ def at_two_sizes(
             f"{line}counts to the batch size, so that the graph holds for one or two sizes of {path}, and here are "
             f"micro-batches of {rows} samples; choose chunks so that there are two sizes at most"
         )
-    holds = frozenset({one.rows, *others})
-    other = again(others[0] if others else one.rows + 1)
+    compared = others or [one.rows + 1]
+    if not uncut and one.call.batch not in (None, one.rows):
+        compared = [*others, one.call.batch]  # that of the plain model, which may ask `if len(x) > 15`
+    made = [_at(one, again(rows), again, uncut) for rows in compared]
+    first, last = (draft.graph.ops for _, draft in (made[0], made[-1]))
+    if first != last:
+        raise _differs(next((op for op, other in zip(first, last, strict=False) if op != other), None))
+    return *made[0], frozenset({one.rows, *others})
+
+
+def _at(one: DryPass, other: DryPass, again: Callable[[int], DryPass], uncut: bool) -> tuple[Draft, Draft]:
+    """The graph of two passes, as traced and with `b`."""
     try:
-        return one.draft, _merged(one, other), holds
+        return one.draft, _merged(one, other)
     except CaptureError:
         loops = None if uncut else _with_loops_as_ops(one, other, again)
         if loops is None:
             raise
-    return loops[0].draft, _merged(*loops), holds
+    return loops[0].draft, _merged(*loops)
 
 
 def _with_loops_as_ops(one: DryPass, other: DryPass, again: Callable[[int], DryPass]) -> tuple[DryPass, DryPass] | None:

@@ -301,8 +301,8 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             if any(isinstance(x, nn.Parameter) for x in written):
                 piece.opaque.remembers.add("parameters that it writes")
             taken, by_lists = derivatives.taken, bool(own_sizes)
-            shows = cut and not (drew or drew_others or written or by_lists)
-            copies = [x.detach().clone() for x in tensors] if shows else None
+            shows = cut and not (drew or drew_others or written)
+            copies = [x.detach().clone() for x in tensors if id(x) not in own_sizes] if shows else None
             returned = Part.of(result, shows)
             calls.append(Heard(piece, key, takes, wants, returned, drew, aliased, wrote, taken, by_lists, copies))
             return result

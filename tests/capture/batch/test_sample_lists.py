@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -410,3 +411,22 @@ def test_packed_lists_are_the_lists() -> None:
         assert torch.equal(one["a"], own["a"])
         assert torch.equal(one["t"][0], own["t"][0])
         assert one["w"] is None
+
+
+@pytest.mark.parametrize("own_sizes", [False, True])
+def test_samples_of_a_list_that_are_divided_by_their_number_are_told(own_sizes: bool) -> None:
+    class Divided(Pool):
+        def forward(self, bags: list[Tensor]) -> Tensor:
+            return super().forward(bags) / len(bags)
+
+    for pool, told in ((Pool(), 0), (Divided(), 1)):
+        model = Bags().double()
+        model.pool = pool
+        bags = [torch.randn(1 + own_sizes * at, 6, dtype=torch.float64) for at in range(6)]
+        with (
+            warnings.catch_warnings(record=True) as found,
+            closing(fxpipe.compile(model, 2, 2, batch_dim={"bags": "items"})) as pipe,
+        ):
+            warnings.simplefilter("always")
+            pipe(bags)
+        assert sum(issubclass(one.category, fxpipe.MixedSamplesWarning) for one in found) == told

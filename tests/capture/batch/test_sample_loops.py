@@ -368,3 +368,31 @@ def test_what_is_no_linear_function_of_the_batch_size_is_refused(power: float) -
         pytest.raises(CaptureError, match=r"(?s)sample_loops.py:\d+.*which is made of the batch size"),
     ):
         pipe(torch.randn(6, 6, dtype=torch.float64))
+
+
+def by_length(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    h = torch.stack([self.second(one) for one in h])
+    return h * 2 if len(x) > 9 else h
+
+
+def by_count(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if rows_of(x) > 9 else h
+
+
+def by_last_index(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if list(range(len(x)))[-1] > 8 else h
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("body", [by_length, by_count, by_last_index])
+def test_what_is_done_for_the_whole_batch_only_is_refused(body: Any, chunks: int) -> None:
+    x = torch.randn(12, 6, dtype=torch.float64)
+    with (
+        closing(fxpipe.compile(Model(body), 2, chunks)) as pipe,
+        pytest.raises(CaptureError, match=r"(?s)sample_loops.py:\d+\n    return h \* 2 if .*another number of things"),
+    ):
+        pipe(x)
+    with closing(fxpipe.compile(Model(body), 2, 1)) as pipe:
+        torch.testing.assert_close(pipe(x), pipe.model(x))
+    with closing(fxpipe.compile(Model(body), 2, chunks)) as pipe:
+        torch.testing.assert_close(pipe(x[:8]), pipe.model(x[:8]))
