@@ -18,6 +18,7 @@ from typing import Any
 
 from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, map_leaves, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType, dim_names, tensors
 
@@ -59,6 +60,9 @@ def with_named_data_sizes(graph: Graph) -> Graph:
     names = (name for number in count() if (name := f"u{number}") not in given)
     for op in graph.ops:
         new = unnamed_sizes(op.type) - given - texts.keys()
+        if isinstance(op.target, Opaque) and new:
+            rows = op.target.about_rows(cut=any(item.batch_dim is not None for item in graph.inputs))
+            texts |= {size: f"{next(names)}<={rows}" for size in sorted(new)}
         mask = mask_of(op, types) if len(new) == 1 else None
         if mask is not None and (shape := _selected(op, mask, types)) is not None:
             key = first[mask], shape

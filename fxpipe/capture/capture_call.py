@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.capture.batch_size.baked_batch_size import DryPass, at_two_sizes
 from fxpipe.capture.batch_size.batch_size_checks import conditions
-from fxpipe.capture.opaque.another_way import another_way
+from fxpipe.capture.opaque.another_way import another_way, refusal_of
 from fxpipe.capture.opaque.learn_outputs import run_plainly
-from fxpipe.capture.opaque.opaque_submodules import Pieces, without_bound
+from fxpipe.capture.opaque.opaque_submodules import Pieces
 from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, drafted, owner_of
 from fxpipe.capture.tracing.layers.leaves import Layers
@@ -237,13 +237,13 @@ class CallCapture:
             self.anew()
             with self.ways.without_values():
                 return self._completed(request, run)
-        except CaptureError:
+        except CaptureError as error:
             draft = now.kind.drafted if with_numbers(self.assumed, now.call) is None else None
             if draft is not None and any(called(op) == "item" for op in draft.graph.ops) and self.ways.may("values"):
                 self.anew()
                 self.ways.used |= {"values"}
                 return self._completed(request, run)
-            refused = None if draft is None else without_bound(draft.graph, self.twins)
+            refused = refusal_of(error, draft, self.twins)
             if refused is None or self._another_way(now, [refused]) is None:
                 raise
             self.anew()

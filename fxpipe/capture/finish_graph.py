@@ -16,6 +16,7 @@ from fxpipe.batching.join_outputs import check_shapes, with_outputs
 from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.batching.op_errors import at
 from fxpipe.capture.batch_size.places_of_rows import with_checked_places
+from fxpipe.capture.capture_errors import LOOKS_INTO_RESULT, Refused
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.storageless_tensors import dense, has_no_values, like_traced
 from fxpipe.capture.tracing.symbolic_sizes import type_of
@@ -147,6 +148,8 @@ def finish(
 
     def ref(leaf: Any) -> Ref | None:
         if isinstance(leaf, (UnknownList, UnknownTuple)):
+            if uncut:  # it need not be unknown
+                raise Refused(None, LOOKS_INTO_RESULT)
             raise CaptureError(
                 f"{draft.graph.model} returns a list that a submodule kept whole has made, with another number of "
                 "items for each batch; let it return one tensor, train it by pipe.step, or write chunks=1"

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fxpipe.capture.call_kinds import Now
-from fxpipe.capture.capture_errors import Refused, failed
+from fxpipe.capture.capture_errors import LOOKS_INTO_RESULT, Refused, failed
+from fxpipe.capture.tracing.fx_to_graph import Draft
+from fxpipe.capture.twins.twin import Twins
+from fxpipe.errors import CaptureError
 
 from .first_call import SIGNS, warm
 from .learn_outputs import learn
-from .opaque_submodules import Pieces
+from .opaque_submodules import Joins, Pieces, without_bound
 
 
 def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: list[Refused]) -> str | None:
@@ -22,7 +25,9 @@ def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: l
         pieces.warmed = len(pieces.of)
         warm(now.twins, now.call, pieces.of.values())
         return "one graph, after forward ran once"
-    if not pieces.asked and not pieces.keep(now.twins, refused):
+    if refused.reason == LOOKS_INTO_RESULT and now.call.rows is None and pieces.joins:
+        pieces.joins = Joins(pieces.joins - 1)
+    elif not pieces.asked and not pieces.keep(now.twins, refused):
         if refused.is_placed:
             tried.append(refused.in_no_submodule())
         return None
@@ -40,3 +45,10 @@ def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: l
         tried.append(odd.refusal())
         if not pieces.keep_around(now.twins, odd, tried[-1]):
             return None
+
+
+def refusal_of(error: CaptureError, draft: Draft | None, twins: Twins) -> Refused | None:
+    """The refusal of a trace whose graph was found not to do, by an error; None if no other way follows from it."""
+    if isinstance(error, Refused) and error.reason == LOOKS_INTO_RESULT:
+        return error
+    return None if draft is None else without_bound(draft.graph, twins)

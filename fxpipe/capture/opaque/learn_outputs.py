@@ -32,6 +32,7 @@ from fxpipe.ir.graph.module_parts import is_used, running_in, slots, used_module
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
+    OwnRows,
     Place,
     Promise,
     addresses,
@@ -46,8 +47,8 @@ from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
 from .derivatives import Derivatives
 from .mixing_in_runs import Contents, in_another_order, mixes
-from .opaque_submodules import Piece, Pieces
-from .returned_parts import NO_RESULT, Part, other_lengths
+from .opaque_submodules import Joins, Piece, Pieces
+from .returned_parts import NO_RESULT, Part, joinable, other_lengths
 from .used_tensors import Uses
 
 
@@ -74,7 +75,8 @@ class Heard:
     def contents(self, promise: Promise) -> Contents | None:
         """What it was given and returned, if that shows whether samples are mixed."""
         parts = self.result.leaves(promise.without, promise.joined)
-        returned = [part.content for part in parts if part.content is not None]
+        copies = (part.contents or part.content for part in parts)
+        returned = [part for part in copies if part is not None]
         return None if self.given is None else Contents(self.given, returned)
 
 
@@ -126,7 +128,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         return learn(pieces, run, call, twins, holders)
     for one, two in zip(*heard, strict=True):
         piece: Piece = one.piece
-        promise = _promise(one, two) if piece is two.piece else None
+        promise = _promise(one, two, rows) if piece is two.piece else None
         if promise is None:
             piece.writes = one.wrote or two.wrote
             piece.varies = not alike(one.key, two.key)
@@ -185,11 +187,11 @@ def _note_memories(pieces: Pieces, changes: Changes, running: Twins) -> None:
         )
 
 
-def _promise(one: Heard, two: Heard) -> Promise | None:
-    """The promise that fits two calls; None if the piece cannot be an op."""
+def _promise(one: Heard, two: Heard, rows: int) -> Promise | None:
+    """The promise that fits two calls, of which the first had `rows` samples; None if the piece cannot be an op."""
     if not alike((one.key, one.wants), (two.key, two.wants)) or len(one.takes) != len(two.takes):
         return None
-    without = frozenset(other_lengths(one.result, two.result))
+    without = frozenset(other_lengths(one.result, two.result) if rows else _of_own_lengths(one))
     if one.wrote or two.wrote or one.piece.leaves or one.piece.unfit:
         return None
     takes = []
@@ -203,38 +205,47 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
             for d, (a, b) in enumerate(zip(small, large, strict=True))
             if a != b and a is not None and b is not None
         ]
-    joined = frozenset(place for place in without if _joined(place, one.result, two.result, varying))
-    returned = [[part.leaf for part in call.result.leaves(without, joined)] for call in (one, two)]
+    joined = frozenset(place for place in without if _fit_together(place, one.result, two.result))
+    returned = [list(call.result.leaves(without, joined)) for call in (one, two)]
     if len(returned[0]) != len(returned[1]) or () in without - joined:
         return None
-    gives = [_gives(a, b, varying) for a, b in zip(*returned, strict=True)]
+    gives = [_gives(a, b, varying, rows) for a, b in zip(*returned, strict=True)]
     if any(item is NO_RESULT for item in gives):
         return None
     aliased, derived = one.aliased or two.aliased, one.derived or two.derived
     return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists, None, without, joined)
 
 
-def _joined(place: Place, one: Part, two: Part, varying: list[tuple[int, int, int, int]]) -> bool:
-    """Whether the items of the lists at a place are tensors that fit together, and how long they are then is known from
-    the arguments."""
+def _of_own_lengths(call: Heard) -> Iterator[Place]:
+    """The places of lists that may have other items for other values. Nothing shows it where no call is cut."""
+    joins = call.piece.pieces.joins
+    return joinable(call.result, alike=joins is Joins.ALL) if joins is not Joins.NONE else iter(())
+
+
+def _fit_together(place: Place, one: Part, two: Part) -> bool:
+    """Whether the items of the lists at a place are tensors that can be put one after another."""
     a, b = one.at(place).joined, two.at(place).joined
-    return a is not None and b is not None and _gives(a.leaf, b.leaf, varying) is not NO_RESULT
+    return a is not None and b is not None and a.leaf.dtype == b.leaf.dtype and a.leaf.shape[1:] == b.leaf.shape[1:]
 
 
-def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return one if type(one) in ATOMS and type(one) is type(two) and one == two else NO_RESULT
-    if one.dtype != two.dtype or one.dim() != two.dim():
+def _gives(one: Part, two: Part, varying: list[tuple[int, int, int, int]], rows: int) -> Any:
+    a, b = one.leaf, two.leaf
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a if type(a) in ATOMS and type(a) is type(b) and a == b else NO_RESULT
+    if a.dtype != b.dtype or a.dim() != b.dim():
         return NO_RESULT
     shape: list[Any] = []
-    for a, b in zip(one.shape, two.shape, strict=True):
-        fitting = [(i, d, a, c) for i, d, c, e in varying if a * e == b * c]
-        if a != b and not fitting:
+    for dim, (size, other) in enumerate(zip(a.shape, b.shape, strict=True)):
+        fitting = [(i, d, size, of) for i, d, of, to in varying if size * to == other * of]
+        if one.items and dim == 0:  # a list has items as values decide, even if those so far had the same lengths
+            shape.append(OwnRows(size, rows))
+        elif size != other and not fitting:
             return NO_RESULT
-        shape.append(a if a == b else min(fitting, key=lambda found: found[2] != found[3]))
-    strides = one.stride()
-    order = sorted(range(one.dim()), key=lambda dim: -strides[dim])
-    return Gives(one.dtype, tuple(shape), tuple(order), one.requires_grad or two.requires_grad)
+        else:
+            shape.append(size if size == other else min(fitting, key=lambda found: found[2] != found[3]))
+    strides = a.stride()
+    order = sorted(range(a.dim()), key=lambda dim: -strides[dim])
+    return Gives(a.dtype, tuple(shape), tuple(order), a.requires_grad or b.requires_grad)
 
 
 def _cut(call: Call, twin: Tensor, samples: Sequence[int]) -> Tensor:

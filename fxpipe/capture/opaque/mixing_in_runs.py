@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Contents:
-    """What a call was given and what it returned: copies of the tensors, in which nothing later writes."""
+    """What a call was given and what it returned: copies of the tensors, in which nothing later writes. Of a list with
+    a number of tensors that only a run tells, these."""
 
     given: Sequence[Tensor]
-    returned: Sequence[Tensor]
+    returned: Sequence[Tensor | Sequence[Tensor]]
 
 
 def in_another_order(rows: int, of: int) -> list[int]:
@@ -42,8 +43,13 @@ def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bo
     """Whether a result of two calls has other values for the same samples: 0 to `rows` in the first, `samples` in the
     second. None if nothing can be said: the calls were given other values, or returned samples in another order."""
     given = [_alike(*pair, rows, samples) for pair in zip(one.given, two.given, strict=True)]
-    returned = [_alike(*pair, rows, samples) for pair in zip(one.returned, two.returned, strict=True)]
-    floats = [x.is_floating_point() or x.is_complex() for x in one.returned]
+    returned = [
+        _alike(a, b, rows, samples)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else _items_alike([*a], [*b], rows, samples)
+        for a, b in zip(one.returned, two.returned, strict=True)
+    ]
+    floats = [x.is_floating_point() or x.is_complex() for x, *_ in map(_tensors, one.returned)]
     in_order = all(same for same, float in zip(returned, floats, strict=True) if not float)
     return not all(returned) if all(given) and in_order else None
 
@@ -73,6 +79,20 @@ def _alike(one: Tensor, two: Tensor, rows: int, samples: Sequence[int]) -> bool:
         _close(of_both(one, rows, places[0], together), of_both(two, of, places[1], together))
         for together in (True, False)
     )
+
+
+def _tensors(part: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return (part,) if isinstance(part, Tensor) else part
+
+
+def _items_alike(one: Sequence[Tensor], two: Sequence[Tensor], rows: int, samples: Sequence[int]) -> bool:
+    """Whether two lists have alike items for the same samples; True if each sample has not as many items."""
+    each = len(one) // rows
+    if (len(one), len(two)) != (each * rows, each * len(samples)):
+        return True
+    both = [(sample, samples.index(sample)) for sample in range(rows) if sample in samples]
+    pairs = [(one[a * each + item], two[b * each + item]) for a, b in both for item in range(each)]
+    return all(a.shape == b.shape and _close(a, b) for a, b in pairs)
 
 
 def _close(one: Tensor, two: Tensor) -> bool:

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from traceback import FrameSummary
 from types import CodeType, FunctionType
 from typing import Any
@@ -37,6 +38,14 @@ DRAWS = re.compile(
     r"rand(n|int|perm)?(_like)?|\w*dropout\w*|bernoulli_?|multinomial|normal_?|uniform_?|gumbel_softmax|r?sample"
     r"|exponential_|poisson|rrelu_?|\w*noise\w*"
 )
+MOST_ROWS = 1 << 40  # of a result of which only a run tells how many it has
+
+
+class Joins(IntEnum):
+    """Which lists of tensors that a piece returns are given to a trace as what they are one after another: all, those
+    of tensors with several lengths, or none."""
+
+    NONE, UNEQUAL, ALL = 0, 1, 2
 
 
 Key = tuple[int, str]  # the id of a twin, and the method
@@ -145,7 +154,7 @@ class Piece:
 
 
 def _empty(gives: Gives, given: list[Tensor], device: torch.device) -> Tensor:
-    sizes = gives.sizes(given)
+    sizes = gives.sizes(given, lambda: torch.empty(MOST_ROWS, device=device).nonzero().shape[0])
     made = torch.empty([sizes[dim] for dim in gives.order], dtype=gives.dtype, device=device)
     if gives.grad:
         made = made.requires_grad_().clone()  # no leaf: it may be written in place
@@ -153,11 +162,16 @@ def _empty(gives: Gives, given: list[Tensor], device: torch.device) -> Tensor:
 
 
 class Pieces:
-    """The submodules and methods of a model that are kept whole. `lists`: whether the current call has
-    lists whose items are the samples; to look for them in each call of a piece took a fourth of a first step."""
+    """The submodules and methods of a model that are kept whole.
+
+    - `lists`: whether the current call has lists whose items are the samples; to look for them in each call of a piece
+      took a fourth of a first step.
+    - `joins`: the lists that are joined where no call is cut. Else those are with another number of items in another
+      run.
+    """
 
     def __init__(self) -> None:
-        self.lists = False
+        self.lists, self.joins = False, Joins.ALL
         self.of: dict[Key, Piece] = {}
         self.shape: object = None  # `Twins.shape` at the last `renew`
         self.warmed = -1  # how many there were when forward last ran once before a capture (`first_call.py`)

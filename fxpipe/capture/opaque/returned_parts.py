@@ -5,7 +5,7 @@
 
 Lists with another number of items in another run are no results of the op. A trace is given a list in which it cannot
 look, and what looks into it is kept whole, too. What may be done is `torch.cat(features)`: the op returns the tensor
-that this makes, if the sizes of arguments tell its length.
+that this makes, of which only a run tells how many rows it has.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Part:
 
     - `inside`: the parts of it; None for a leaf. `together` builds it from these. `kind`: its type.
     - `leaf`: a tensor without memory, or what a leaf is otherwise. `content`: a copy of the tensor, if that was wanted.
+    - `items`: of the items of a list one after another, how many; `contents`: copies of them.
     """
 
     kind: type
@@ -36,6 +37,8 @@ class Part:
     together: Callable[[list[Any]], Any] = list
     leaf: Any = None
     content: Tensor | None = None
+    items: int = 0
+    contents: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, value: Any, copies: bool) -> Part:
@@ -62,10 +65,10 @@ class Part:
             return None
         if len({(part.leaf.dtype, part.leaf.shape[1:]) for part in parts}) > 1:
             return None
-        contents = [part.content for part in parts if part.content is not None]
+        contents = tuple(part.content for part in parts if part.content is not None)
         with torch.enable_grad():
             leaf = torch.cat([part.leaf for part in parts])
-        return Part(Tensor, leaf=leaf, content=torch.cat(contents) if contents else None)
+        return Part(Tensor, leaf=leaf, items=len(parts), contents=contents)
 
     def leaves(
         self, without: Collection[Place] = (), joined: Collection[Place] = (), place: Place = ()
@@ -114,6 +117,19 @@ def other_lengths(one: Part, two: Part, place: Place = ()) -> Iterator[Place]:
         return
     for at, (part, other) in enumerate(zip(one.inside, two.inside, strict=True)):
         yield from other_lengths(part, other, (*place, at))
+
+
+def joinable(part: Part, alike: bool, place: Place = ()) -> Iterator[Place]:
+    """The places of the lists and tuples inside of a result whose items are tensors that can be put one after another;
+    unless `alike`, only those with tensors of several lengths."""
+    if part.inside is None:
+        return
+    found = part.joined if part.kind in (list, tuple) and place else None
+    if found is not None and (alike or len({item.leaf.shape[0] for item in part.inside}) > 1):
+        yield place
+        return
+    for at, inner in enumerate(part.inside):
+        yield from joinable(inner, alike, (*place, at))
 
 
 def _hollow(leaf: Any) -> Any:

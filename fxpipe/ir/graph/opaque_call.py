@@ -24,9 +24,21 @@ from fxpipe.torch_internals.tensor_memory import memory_key, sparse_parts, versi
 
 from .graph import Graph, Op, Origin, called
 from .module_parts import holding, running_in, slots
+from .value_types import BATCH, Dim
 
 # A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """A dimension with rows of each sample's own, of which only a run tells how many there are; a run on so many
+    `samples` had `count`."""
+
+    count: int
+    samples: int
+
+
 Place = tuple[int, ...]  # where a part of a result is: the number of the part, of the part in that part, and so on
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 NOWHERE = Origin("", 0, "", "")
@@ -79,14 +91,19 @@ class Gives:
     to the smallest, and whether it needed a gradient."""
 
     dtype: torch.dtype
-    shape: tuple[int | Scaled, ...]
+    shape: tuple[int | Scaled | OwnRows, ...]
     order: tuple[int, ...]
     grad: bool = False
 
-    def sizes(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The shape, given the tensors that the call takes."""
+    def sizes(self, tensors: Sequence[Tensor], unknown: Callable[[], Any]) -> list[Any]:
+        """The shape, given the tensors that the call takes; `unknown` makes the sizes that only a run tells."""
         return [
-            size if isinstance(size, int) else _scaled(tensors[size[0]].shape[size[1]], size) for size in self.shape
+            size
+            if isinstance(size, int)
+            else unknown()
+            if isinstance(size, OwnRows)
+            else _scaled(tensors[size[0]].shape[size[1]], size)
+            for size in self.shape
         ]
 
 
@@ -180,6 +197,12 @@ class Opaque:
         shown = {promise.mixes for promise in self.promises}
         return True if True in shown else False if shown == {False} else None
 
+    def about_rows(self, cut: bool) -> Dim:
+        """Of a result of which only a run tells how many rows it has: about how many, `cut` into micro-batches."""
+        gives = (gives for promise in self.promises for gives in promise.gives if isinstance(gives, Gives))
+        found = next(size for one in gives for size in one.shape if isinstance(size, OwnRows))
+        return f"{-(-found.count // found.samples)}*{BATCH}" if cut and found.samples else found.count
+
     @property
     def buffers(self) -> tuple[bool, ...]:
         """For each of `names`, whether it is a buffer, which forward may write."""
@@ -231,7 +254,7 @@ class Opaque:
 
     def _check(self, promise: Promise, found: Sequence[Any], given: Sequence[Tensor]) -> None:
         """Raise RuntimeError if the call did not return what was promised."""
-        wanted = [(x.dtype, tuple(x.sizes(given))) if isinstance(x, Gives) else x for x in promise.gives]
+        wanted = [(x.dtype, tuple(x.sizes(given, AnySize))) if isinstance(x, Gives) else x for x in promise.gives]
         got = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in found]
         if wanted != got:
             raise RuntimeError(
@@ -273,6 +296,18 @@ def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     training = getattr(module, "training", False)  # a frozen script module has no mode
     return [x for x in found if isinstance(x, Tensor)], (training, autocast, nest, others)
+
+
+class AnySize:
+    """Among sizes that were promised, one that only a run tells: it equals all sizes."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (int, AnySize))
+
+    def __repr__(self) -> str:
+        return "?"
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Truth:

@@ -1,6 +1,7 @@
 """Methods that cannot be traced, kept whole by themselves: the layers of their module are cut into stages."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -258,6 +259,95 @@ def test_what_cannot_be_a_method_is_kept_in_what_is_around_it(kind, expected):
     steps(model, pipe)
     assert kept(pipe).keys() == expected
     steps(model, pipe, GRIDS[::-1])
+
+
+LOCK = threading.Lock()
+MOST = 4
+ALIKE, MIXED = ((2, 2),) * 5, ((2, 2), (1, 3), (1, 1), (2, 4), (1, 4))
+
+
+class Cropped(Reader):
+    """Values of the grid decide how many rows an image has in the text: at most four."""
+
+    def features(self, patches, grid):
+        with LOCK:
+            found = super().features(patches, grid)["found"]
+            return {"found": [one[:MOST] for one in found], "levels": (self.newline * 0, self.newline * 2)}
+
+
+class Mean(Cropped):
+    """Forward looks into a list, too, of which it knows how many items it has."""
+
+    def embedded(self, ids, patches, grid):
+        made = self.features(patches, grid)
+        x, levels = self.words(ids), made["levels"]
+        x = x + (levels[0] + levels[1]).mean()
+        return x.masked_scatter((ids == IMAGE).unsqueeze(-1).expand_as(x), torch.cat(made["found"]))
+
+
+class Counts(Cropped):
+    """And into one whose items are of several lengths."""
+
+    def embedded(self, ids, patches, grid):
+        found = self.features(patches, grid)["found"]
+        return self.words(ids) + sum(one.mean(0) for one in found)
+
+
+def cropped(grids):
+    ids, patches, grid = batch(grids, len(grids))
+    for row, (height, width) in zip(ids, grids, strict=True):
+        row[1 + MOST : 1 + height * width] = 7
+    return ids, patches, grid
+
+
+@pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way in ("gpipe", "code", "uncut")))
+@pytest.mark.parametrize("order", [(ALIKE, MIXED, MIXED[::-1]), (MIXED, ALIKE)])
+def test_only_a_run_tells_how_long_the_items_of_a_list_are(order, way):
+    model, pipe = made(Cropped, **WAYS[way])
+    for grids in order:
+        given = cropped(grids)
+        expected = token_loss(model(*given), given[0])
+        is_step_of(model, pipe, expected, pipe.step(*given, target=given[0], loss_fn=token_loss))
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(*given), model(*given))
+    assert "features" in kept(pipe)
+    assert len(pipe.plan.stages) > 1
+
+
+def test_items_that_depend_on_other_samples_are_told():
+    class Mixes(Cropped):
+        def features(self, patches, grid):
+            found = super().features(patches, grid)["found"]
+            return {"found": [one + found[-1].mean() for one in found]}
+
+    _, pipe = made(Mixes)
+    with pytest.warns(fxpipe.MixedSamplesWarning, match="what Mixes.features, kept whole, returns for a sample depends"):
+        pipe(*cropped(MIXED))
+
+
+@pytest.mark.parametrize("kind", [Mean, Counts])
+def test_forward_looks_into_lists_if_no_call_is_cut(kind):
+    model, pipe = made(kind, chunks=1)
+    given = cropped(MIXED)
+    expected = token_loss(model(*given), given[0])
+    is_step_of(model, pipe, expected, pipe.step(*given, target=given[0], loss_fn=token_loss))
+    assert "features" in kept(pipe)
+    if kind is Mean:
+        given = cropped((*MIXED[:1], *MIXED[:0:-1]))
+        torch.testing.assert_close(pipe(*given), model(*given))
+
+
+@pytest.mark.parametrize("grids", [ALIKE, MIXED])
+def test_a_call_that_is_not_cut_returns_lists(grids):
+    class Returns(Cropped):
+        def forward(self, ids, patches, grid):
+            made = self.features(patches, grid)
+            return self.head(self.layers[0](torch.cat(made["found"]))), made["found"]
+
+    model, pipe = made(Returns, chunks=1)
+    given = cropped(grids)
+    for _ in range(2):
+        torch.testing.assert_close(pipe(*given), model(*given))
 
 
 class Small(nn.Module):
