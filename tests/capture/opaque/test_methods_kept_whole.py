@@ -321,7 +321,9 @@ def test_items_that_depend_on_other_samples_are_told():
             return {"found": [one + found[-1].mean() for one in found]}
 
     _, pipe = made(Mixes)
-    with pytest.warns(fxpipe.MixedSamplesWarning, match="what Mixes.features, kept whole, returns for a sample depends"):
+    with pytest.warns(
+        fxpipe.MixedSamplesWarning, match="what Mixes.features, kept whole, returns for a sample depends"
+    ):
         pipe(*cropped(MIXED))
 
 
