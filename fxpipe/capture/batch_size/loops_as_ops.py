@@ -170,6 +170,10 @@ class _Writer:
         whole = self.stacked.get(first)
         if is_copy:
             whole = self._of(join.node, graph.call_function(stacked, (self.of_each[first],)))
+        elif whole is None and first not in self.loops.samples:  # the same for all
+            whole = self._of(join.node, graph.call_method("unsqueeze", (first, 0)))
+            sizes = (self.made.rows, *(-1 for _ in self.made.env[first].shape))
+            whole = self._of(join.node, graph.call_method("expand", (whole, *sizes)))
         elif whole is None:  # nothing is done with the samples
             sample = self.loops.samples[first]
             whole = sample.whole

@@ -5,13 +5,14 @@
                                                  linear_1 = ...;                 relu_1 = ...             the second
     torch.stack(each)                            stack = stack([relu, relu_1])                            a join
 
-What comes of the samples may be stacked, concatenated, padded to the longest, or added up. Where values of several
+What comes of the samples may be stacked, concatenated, padded to the longest, or added up. So may what is made anew for
+each sample and is the same for all, such as `torch.zeros(3)`. Where values of several
 samples meet in another way, samples are not treated alike, or ops write into memory of others, there is no loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -49,7 +50,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Join:
-    """Where the samples meet: `node` is made of `parts`, the value of each sample in their order.
+    """Where the samples meet: `node` is made of `parts`, the value of each sample in their order, or for each the same.
 
     - `how`: "stack", "cat" or "sum"; `dim`: along which dimension of the result.
     - `chain`: for a sum, the ops that add one sample after the other; `start`: what they begin with.
@@ -86,8 +87,12 @@ Env = Mapping[fx.Node, Any]
 
 
 def sample_lines(graph: fx.Graph, env: Env, rows: int) -> frozenset[str]:
-    """The user's lines that take single samples out of values with `rows` of them."""
-    return frozenset(line_of(node) for node in graph.nodes if _sample(node, env, rows) is not None)
+    """The user's lines that take single samples out of values with `rows` of them, or join as many values."""
+    return frozenset(
+        line_of(node)
+        for node in graph.nodes
+        if _sample(node, env, rows) is not None or len(_joined_parts(node)[0] or ()) == rows
+    )
 
 
 def line_of(node: fx.Node) -> str:
@@ -144,6 +149,17 @@ def _sample(node: fx.Node, env: Env, rows: int) -> Sample | None:
     return Sample(first % rows, pieces, dim % env[pieces].dim(), kept)
 
 
+def _joined_parts(node: fx.Node) -> tuple[Sequence[Any] | None, int]:
+    """The tensors that an op joins, and the dimension; None if it does something else."""
+    name = op_name(node)
+    names = ("sequences", "batch_first", "padding_value") if name in PADS else ("tensors", "dim")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    parts = given.get(names[0])
+    dim: Any = given.get("dim", 0) if name not in PADS else 0 if given.get("batch_first") else 1
+    known = name in CATS | STACKS | PADS and given.keys() <= {*names} and type(dim) is int
+    return (parts, dim) if known and isinstance(parts, (list, tuple)) else (None, 0)
+
+
 def _size(value: Any, dim: Any) -> Any:
     """The size of a tensor in a dimension; None if it has none there, or if data decides it."""
     inside = isinstance(value, Tensor) and type(dim) is int and -value.dim() <= dim < value.dim()
@@ -179,6 +195,8 @@ class _Search:
             self.samples[node], self.of[node] = sample, sample.number
             return True
         numbers = {self.of[read] for read in node.all_input_nodes if read in self.of}
+        if not numbers and line_of(node) in lines and (join := self._join(node)) is not None:
+            self.joins.append(join)
         if not numbers or node in self.chained:
             return True
         if len(numbers) > 1 or node.op == "output":
@@ -196,23 +214,22 @@ class _Search:
 
     def _join(self, node: fx.Node) -> Join | None:
         """How the samples meet in an op that takes a list of tensors; None if that is not known."""
-        name = op_name(node)
-        names = ("sequences", "batch_first", "padding_value") if name in PADS else ("tensors", "dim")
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        parts = given.get(names[0])
-        dim: Any = given.get("dim", 0) if name not in PADS else 0 if given.get("batch_first") else 1
-        known = name in CATS | STACKS | PADS and given.keys() <= {*names} and type(dim) is int
-        if not known or not isinstance(parts, (list, tuple)) or not self._all(parts):
+        parts, dim = _joined_parts(node)
+        if parts is None or not self._all(parts):
             return None
         value = self.env[parts[0]]
         if any(known_shape(self.env[part]) != known_shape(value) for part in parts) or None in known_shape(value):
             return None
-        how = "cat" if name in CATS else "stack"
+        how = "cat" if op_name(node) in CATS else "stack"
         return Join(node, tuple(parts), how, dim % (value.dim() + (how == "stack")))
 
     def _all(self, parts: Any) -> bool:
-        """Whether these are values of all samples, in their order."""
-        return [self.of.get(part) if isinstance(part, fx.Node) else None for part in parts] == [*range(self.rows)]
+        """Whether these are values of all samples, in their order; or one for each of them, made anew."""
+        if len(parts) != self.rows or not all(isinstance(part, fx.Node) for part in parts):
+            return False
+        numbers = [self.of.get(part) for part in parts]
+        anew = len({*parts}) == len(parts) > 1 and {*numbers} == {None}
+        return (anew and all(self._same_node(parts[0], part) for part in parts)) or numbers == [*range(self.rows)]
 
     def _sum(self, node: fx.Node) -> Join | None:
         """How the values of all samples are added up, where the first two of them meet in this op."""

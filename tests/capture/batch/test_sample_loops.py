@@ -67,6 +67,17 @@ def unbound(self: Any, x: Tensor, h: Tensor) -> Tensor:
 
 
 @loop
+def padded_in_front(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    """What is made anew for each sample is joined with it, and with that of other samples."""
+    whole, marks = [], []
+    for one in h:
+        mark = torch.zeros(2, 8, dtype=one.dtype)
+        whole.append(torch.cat([torch.ones(1, 8, dtype=one.dtype), self.second(one[:2])]))
+        marks.append(torch.cat([torch.ones(1, 8, dtype=one.dtype), mark]))
+    return torch.stack(whole) + torch.stack(marks, 0) + torch.cat([mark[None, :1] for mark in marks], 0)
+
+
+@loop
 def in_two(self: Any, x: Tensor, h: Tensor) -> Tensor:
     """The second loop takes what the first one has joined, and single samples of it."""
     first = [self.second(one).relu() for one in h]
@@ -168,6 +179,17 @@ def penalized(self: Any, x: Tensor, h: Tensor) -> Tensor:
 @loop
 def mean_of_terms(self: Any, x: Tensor, h: Tensor) -> Tensor:
     return torch.stack([F.mse_loss(self.second(one), one.detach().sort()[0]) for one in h]).mean()
+
+
+@refused
+def marked(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    """A mark for each sample, in a place of its own."""
+    marks = []
+    for number in range(len(x)):
+        mark = torch.zeros(3, 8, dtype=x.dtype)
+        mark[number % 3] = 1
+        marks.append(mark)
+    return h + torch.stack(marks)
 
 
 @refused
