@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.codegen.scheduler.value_locations import Places, torch_device
+from fxpipe.engines.common.scheduler_base import Batches, MiniBatch, Place
 from fxpipe.engines.local.forward_engine import Pipeline
 from fxpipe.ir.program.program import Program
 from tests.codegen.scheduler.test_forward_scheduler import Skip, build, gradients, skip_program, with_checkpoint
@@ -89,14 +90,13 @@ def watched(program: Program, model: Skip, chunks: int, monkeypatch: pytest.Monk
     of_device = {device: Stream() for device in map(torch_device, program.devices) if device != "cpu"}
     compute = [of_device.get(torch_device(device)) for device in program.devices]
     pipe.streams = Streams(compute)
-    scatter = pipe.scatter
 
-    def scattered(batch: Any, count: int, kind: Any) -> Any:
-        m = scatter(batch, count, kind)
-        m.compute = tuple(compute)
-        return m
+    class OnThese(Batches):
+        def __init__(self, batch: MiniBatch, place: Place) -> None:
+            super().__init__(batch, place)
+            self.compute = tuple(compute)
 
-    monkeypatch.setattr(pipe, "scatter", scattered)
+    monkeypatch.setattr("fxpipe.engines.local.forward_engine.Batches", OnThese)
     for j in range(len(compute)):
         watch(pipe, places, j, compute[j])
     return pipe

@@ -11,7 +11,8 @@ from fxpipe.runtime.error_notes import in_pairs_forward
 from fxpipe.runtime.written_buffers import keep
 
 from .kept_values import Kept
-from .step import Row, Step
+from .step import Step
+from .step_plan import Row
 
 
 def forward_beside_backward(

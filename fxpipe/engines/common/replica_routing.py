@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fxpipe.runtime import MicroBatch
 from fxpipe.runtime.microbatch import join, overlaps, scatter, split_sizes
+from fxpipe.runtime.random import replica_seed
 
-from .scheduler_base import Batches, SchedulerBase
+from .scheduler_base import MiniBatch, SchedulerBase
 
 Piece = tuple[int, int, int]  # from replica, to replica, samples
 Cut = tuple[str, int, int, int | None]  # a value, its source and target stages, and the dimension of its samples
@@ -75,12 +76,17 @@ def piece_name(name: str, source: int, target: int) -> str:
     return f"{name}, {source} to {target}"
 
 
-def sliced(engine: SchedulerBase, whole: Batches, count: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
-    """For each of `count` replicas its slices of the micro-batches, and before them the number of samples in each."""
+def sliced(engine: SchedulerBase, whole: MiniBatch, count: int) -> list[MiniBatch]:
+    """For each of `count` replicas its slices of the first micro-batches, those that have a sample for it."""
     sizes = [split_sizes(rows, count) for rows in whole.sizes]
-    cut_up = [_slices(engine, m, rows) for m, rows in zip(whole, sizes, strict=True)]
+    cut_up = [_slices(engine, m, rows) for m, rows in zip(whole.micro_batches, sizes, strict=True)]
     return [
-        (tuple(rows[k] for rows in sizes if k < len(rows)), [row[k] for row in cut_up if k < len(row)])
+        MiniBatch(
+            [row[k] for row in cut_up if k < len(row)],
+            tuple(rows[k] for rows in sizes if k < len(rows)),
+            whole.total,
+            replica_seed(whole.seed, k),
+        )
         for k in range(count)
     ]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,27 +30,39 @@ class Place:
     streams: Streams
 
 
+class MiniBatch(NamedTuple):
+    """The batch of one run, cut; or the slices that a replica has of it.
+
+    - `micro_batches`: with their inputs; `sizes`: the number of samples in each.
+    - `total`: the samples of the whole batch, at least 1.
+    - `seed`: the seed of the random ops.
+    """
+
+    micro_batches: list[MicroBatch]
+    sizes: tuple[int, ...]
+    total: int
+    seed: int
+
+
 class Batches(list[MicroBatch]):
     """The micro-batches of one run, and the data that they share.
 
-    - `sizes`: the number of samples in each micro-batch; `total`: their sum, at least 1.
+    - `sizes`, `total`, `seed`: as in `MiniBatch`.
     - `last`: the number of the last micro-batch.
     - `stages`, `devices`, `streams`: where the run takes place.
     - `context`: the caller's modes; `grad`: whether backward may follow.
-    - `seed`: the seed of the random ops.
     - `after[j]`: the token of stage j's latest checkpointed task.
     - `lent`: the tensors that stages borrow.
     - `compute[j]`: the stream that stage j computes on.
     """
 
-    def __init__(self, sizes: tuple[int, ...], place: Place, draws: bool) -> None:
-        super().__init__(MicroBatch() for _ in sizes)
+    def __init__(self, batch: MiniBatch, place: Place) -> None:
+        super().__init__(batch.micro_batches)
         self.stages, self.devices, self.streams = place.stages, place.devices, place.streams
-        self.sizes, self.total = sizes, max(1, sum(sizes))
-        self.last = len(sizes) - 1
+        self.sizes, self.total, self.seed = batch.sizes, batch.total, batch.seed
+        self.last = len(self) - 1
         self.context = current_context()
         self.grad = self.context.grad and not self.context.inference
-        self.seed = new_seed() if draws else 0
         self.after: list[Any] = [None] * len(self.stages)
         self.lent = MicroBatch()
         self.compute: tuple[Stream, ...] = tuple([current_stream(stage.device) for stage in self.stages])
@@ -66,9 +78,6 @@ class Batches(list[MicroBatch]):
         if copy is None:
             copy = self._copies[tensor, device] = tensor.to(device, non_blocking=device.type != "cpu")
         return copy
-
-
-B = TypeVar("B", bound=Batches)
 
 
 class SchedulerBase:
@@ -169,15 +178,18 @@ class SchedulerBase:
     def lend(self, m: Batches) -> None:
         """Put the tensors that stages borrow from each other into `m.lent`. Generated schedulers override it."""
 
-    def scatter(self, batch: Sequence[Any], chunks: int, kind: Callable[..., B]) -> B:
-        """At most `chunks` micro-batches, with their inputs and sizes. Raises ValueError if the inputs differ in batch
-        size."""
+    def scatter(self, batch: Sequence[Any], chunks: int, seed: int | None = None) -> MiniBatch:
+        """At most `chunks` micro-batches, with their inputs and sizes. `seed`: of the random ops; drawn if it is None
+        and there are any. Raises ValueError if the inputs differ in batch size."""
         total = {value.shape[dim] for value, (_, dim) in zip(batch, self.inputs, strict=True) if dim is not None}
         if len(total) > 1:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # stages on the CPU need the inputs there; the other stages copy them from there
             batch = [x.cpu() if isinstance(x, Tensor) and not (x.is_cpu or x.is_meta) else x for x in batch]
-        m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, self.random)
+        rows = split_sizes(total.pop(), chunks) if total else (1,)
+        if seed is None:
+            seed = new_seed() if self.random else 0
+        m = [MicroBatch() for _ in rows]
         if self.whole is not None:
             for name, value in self.compute_totals(self.whole, batch).items():
                 for micro_batch in m:
@@ -185,12 +197,12 @@ class SchedulerBase:
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
             if name in self.detached:
                 value = value.detach()
-            for micro_batch, piece in zip(m, scatter(value, dim, m.sizes), strict=True):
+            for micro_batch, piece in zip(m, scatter(value, dim, rows), strict=True):
                 setattr(micro_batch, name, piece)
         for name, source, dim in self.sizes:
             for micro_batch in m:
                 setattr(micro_batch, name, getattr(micro_batch, source).shape[dim])
-        return m
+        return MiniBatch(m, rows, max(1, sum(rows)), seed)
 
     def compute_totals(self, whole: Stage, batch: Sequence[Any]) -> dict[str, Any]:
         """The totals of the whole batch, by name, for each micro-batch; empty if their inputs are on other ranks."""

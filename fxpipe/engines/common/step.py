@@ -8,15 +8,13 @@ the schedule's order. Generated schedulers call the methods of `Step`; `step_eng
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from fxpipe.engines.transports.mailbox import Transport
-from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias
 from fxpipe.runtime.autograd.is_recomputing import recomputing
@@ -25,20 +23,16 @@ from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.split_backward import Weights, input_gradient, weight_gradient
 from fxpipe.runtime.autograd.transfer import Transfer, pack, unpack
 from fxpipe.runtime.autograd.unalias_gradients import unshare
-from fxpipe.runtime.random import replica_seed
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 from fxpipe.torch_internals.autograd_engine import add_gradients
 
 from .generated_backward import GeneratedBackward, Later, full
-from .gradient_scale import Scale, scaled
+from .gradient_scale import scaled
 from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
-from .scheduler_base import Batches, Place
-from .step_contract import StepEngine
-
-Method = Callable[[Any, "Step", int], None]  # a method of a generated scheduler; takes it, the step, the micro-batch
-Row = tuple[tuple[Action, Method], ...]
-Rows = Mapping[str, Row]  # the actions of each worker, by its label
+from .scheduler_base import Batches
+from .step_plan import StepPlan
+from .step_progress import Progress
 
 
 class Observer(Protocol):
@@ -51,76 +45,49 @@ class Observer(Protocol):
 class Step(Batches):
     """One step under way: the micro-batches, the messages, and what forward keeps for backward.
 
-    - `mailboxes`: by stage, the mailbox with the messages to it.
+    - `plan`: what was decided before; `progress`: how far all workers are.
     - `kept`: by stage and micro-batch, the arguments and results of a forward run.
     - `weights`: the second half of each backward whose first half is done.
     - `generated`: by stage that runs here, its own backward; None where autograd computes gradients.
     - `by_code`: whether all stages that run here have a backward of their own.
     - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
       that have no gradient yet.
-    - `rows`: the actions of each worker; `done`: the workers at the end of their rows.
-    - `failed`: the errors, in the order in which they happened.
-
-    Where stages have replicas, each worker has a step of its own, with its slices of the first micro-batches, those
-    that have enough samples to give it a slice:
-
-    - `own`: the stages that it runs; `replica`: its number among their replicas.
-    - `routes`: how messages are cut between stages of different numbers of replicas; `rows_of`: the samples in each
-      whole micro-batch.
-    - `views`: by stage and replica, the steps of all workers; None if the others are in other processes.
+    - `views`: where stages have replicas, each worker has a step of its own: these, by stage and replica, all there
+      before any begins; None if there are no others in this process.
     """
 
-    own: Collection[int]
-    replica = 0
-    routes: Routes | None = None
-    rows_of: tuple[int, ...] = ()
-    views: Sequence[Sequence[Step]] | None = None
-
-    def __init__(self, sizes: tuple[int, ...], place: Place, draws: bool) -> None:
-        super().__init__(sizes, place, draws)
-        self.mailboxes: Sequence[Transport] = ()
-        self.done: list[str] = []
-        self.failed: list[BaseException] = []
-
-    def slice_of(self, whole: Batches, replica: int, routes: Routes) -> None:
-        """Set this step up as the slices that replica number `replica` has of the batch `whole`."""
-        self.rows_of, self.total = whole.sizes, whole.total
-        self.replica, self.routes, self.seed = replica, routes, replica_seed(whole.seed, replica)
-
-    def begin(
+    def __init__(
         self,
-        engine: StepEngine,
+        plan: StepPlan,
         pairs: list[list[Pair]],
-        scale: Scale | None,
-        rows: Rows,
-        mailboxes: Sequence[Transport],
-        own: Collection[int],
-        observer: Observer | None = None,
+        progress: Progress,
+        views: Sequence[Sequence[Step]] | None = None,
     ) -> None:
-        """Prepare the step, and put the inputs into the mailboxes of the stages that run here."""
-        self.engine, self.pairs, self.scale = engine, pairs, scale
-        self.rows, self.mailboxes, self.own = rows, mailboxes, own
+        super().__init__(plan.batch, plan.place)
+        self.plan, self.engine, self.mailboxes, self.routes = plan, plan.engine, plan.mailboxes, plan.routes
+        self.pairs, self.progress, self.views = pairs, progress, views
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
         self.later: dict[tuple[int, int], Later] = {}
-        self.fresh: list[list[Tensor]] = [[] for _ in self.stages]
+        self.fresh: list[list[Tensor]] = [[stand_in for _, stand_in in held] for held in pairs]
         self.leaves: dict[str, list[list[Tensor]]] = {}
         self.shares = tuple([size / self.total for size in self.sizes])
         self.hooks = self.make_hooks()
-        outputs = [name for name, _, _ in engine.outputs]
+        outputs = [name for name, _, _ in self.engine.outputs]
         self.generated = {
-            j: GeneratedBackward(self.stages[j], engine.gradients[j], outputs, self.context, self.leaves)
+            j: GeneratedBackward(self.stages[j], self.engine.gradients[j], outputs, self.context, self.leaves)
             if self.stages[j].graded is not None
             else None
-            for j in own
+            for j in plan.own
         }
         self.by_code = None not in self.generated.values()
-        for name, j in engine.feeds:
-            if j in own:
+
+    def begin(self, observer: Observer | None) -> None:
+        """Put the inputs into the mailboxes of the stages that run here, and lend these the tensors that they share."""
+        for name, j in self.engine.feeds:
+            if j in self.plan.own:
                 self.feed(name, j)
-        engine.lend(self)
-        for fresh, held in zip(self.fresh, pairs, strict=True):
-            fresh += [stand_in for _, stand_in in held]
+        self.engine.lend(self)
         if observer is not None:
             observer.begin(self)
 
@@ -174,8 +141,8 @@ class Step(Batches):
     def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
         """The value of this name, joined from the pieces that other replicas sent."""
         route = routes.of[j, name]
-        mine = [(k, rows) for k, to, rows in routes.pieces(self.rows_of[i], j, route) if to == self.replica]
-        found = [self.receive(j, i, piece_name(name, k, self.replica)) for k, _ in mine]
+        mine = [(k, rows) for k, to, rows in routes.pieces(self.plan.rows_of[i], j, route) if to == self.plan.replica]
+        found = [self.receive(j, i, piece_name(name, k, self.plan.replica)) for k, _ in mine]
         if len(found) == 1:
             return found[0]
         # For a value that is the same for all samples, the gradients of its users are added up.
@@ -223,15 +190,15 @@ class Step(Batches):
 
     def _post_pieces(self, routes: Routes, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
         """Post a message to the replicas that need it: whole, or to each its piece."""
-        views, route = self.views, routes.of.get((target, name))
+        views, route, own = self.views, routes.of.get((target, name)), self.plan.replica
         if route is None:
-            self._post(j, i, target, name, value, grad, views[target][self.replica] if views else self)
+            self._post(j, i, target, name, value, grad, views[target][own] if views else self)
             return
-        mine = [(to, rows) for k, to, rows in routes.pieces(self.rows_of[i], target, route) if k == self.replica]
+        mine = [(to, rows) for k, to, rows in routes.pieces(self.plan.rows_of[i], target, route) if k == own]
         values = cut(value, route.dim, [rows for _, rows in mine], self.sizes[i])
         for (to, _), piece in zip(mine, values, strict=True):
             there = views[target][to] if views else self
-            self._post(j, i, target, piece_name(name, self.replica, to), piece, grad, there)
+            self._post(j, i, target, piece_name(name, own, to), piece, grad, there)
 
     def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Transfer:
         """Start the transfer of a tensor of stage j to the device of the target."""
@@ -240,13 +207,14 @@ class Step(Batches):
 
     def lend(self, j: int, tensor: Tensor) -> Tensor:
         """A tensor that another stage owns, for stage j, with a gradient of its own."""
-        if j not in self.own or tensor.is_meta:  # others have it
+        if j not in self.plan.own or tensor.is_meta:  # others have it
             return tensor
         device = self.stages[j].device
         if not tensor.requires_grad:
             return tensor.to(device)
         lent = tensor.detach().to(device).requires_grad_()
         self.pairs[j].append((self.owner(tensor), lent))
+        self.fresh[j].append(lent)
         return lent
 
     def owner(self, tensor: Tensor) -> Tensor:
@@ -259,13 +227,6 @@ class Step(Batches):
         """The sum of the gradients that are not None, in the order of the arguments; None if all are."""
         found = [grad for grad in grads if grad is not None]
         return sum(found[1:], start=found[0]) if found else None
-
-    def stop(self, error: BaseException) -> None:
-        """Record an error, and stop all workers: none starts another action."""
-        self.failed.append(error)
-        steps = [self] if self.views is None else [step for replicas in self.views for step in replicas]
-        for mailbox in {mailbox for step in steps for mailbox in step.mailboxes}:
-            mailbox.put(None)
 
     # What an action computes ------------------------------------------------------------------------------------------
 
@@ -321,9 +282,8 @@ class Step(Batches):
         assert results is not None
         share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.shares[i]
         loss = results[self.engine.gradients[j].gives[name]]
-        if self.scale is None:
-            return full(loss, share)
-        return scaled(full(loss, share / self.scale.accumulate), self.scale)
+        scale = self.plan.scale
+        return full(loss, share) if scale is None else scaled(full(loss, share / scale.accumulate), scale)
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """Backward of stage j and micro-batch i: from the gradients of its results to those of its arguments."""

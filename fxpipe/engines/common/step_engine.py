@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.engines.transports.mailbox import LOST, Mailbox, Stopped, Transport
+from fxpipe.engines.transports.mailbox import LOST, Mailbox, Stopped
 from fxpipe.errors import PackageError
 from fxpipe.ir.schedule.schedule import Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
@@ -38,8 +38,10 @@ from .overlapped_pair import Overlapped, in_pairs
 from .profiler_ranges import show_ranges
 from .replica_routing import Cut
 from .scheduler_base import SchedulerBase
-from .step import Observer, Rows, Step
+from .step import Observer, Step
 from .step_contract import Gradients
+from .step_plan import Rows, StepPlan
+from .step_progress import Progress
 from .thread_autotune import ThreadAutotune
 
 __all__ = ["Gradients", "Step", "StepScheduler"]
@@ -140,9 +142,10 @@ class StepScheduler(SchedulerBase):
         runs by itself, so that it has a time and memory of its own."""
         rows = rows or (self.paired if observer is None else self.timetable)
         self.refresh()
-        m = self.cut(batch, chunks)
-        with Interrupts(m.stop):
-            self.take(m, scale, rows, observer)
+        plans = self.plans(batch, chunks, scale, rows)
+        progress = Progress({mailbox for plan in plans for mailbox in plan.mailboxes})
+        with Interrupts(progress.stop):
+            m = self.take(plans, progress, observer)
             self.check(m)
         return m
 
@@ -156,30 +159,32 @@ class StepScheduler(SchedulerBase):
         """Raise the first error of a step, if it has failed."""
         if m.context.autocasts:  # the cache would keep casts of the step's aliases until the outermost context ends
             torch.clear_autocast_cache()
-        if m.failed:
+        if m.progress.failed:
             discard(self.mutating)
-            error = m.failed[0]
-            m.failed.clear()
+            error = m.progress.failed[0]
+            m.progress.failed.clear()
             try:
                 raise error
             finally:
                 del error  # else the error and this frame refer to each other, and keep the stages' tensors alive
 
-    def cut(self, batch: Sequence[Any], chunks: int) -> Step:
-        """A step with the micro-batches of the batch; with replicas, the calling thread's step."""
-        return self.scatter(batch, chunks, Step)
+    def plans(self, batch: Sequence[Any], chunks: int, scale: Scale | None, rows: Rows) -> list[StepPlan]:
+        """What is decided before a step; with replicas, for the step of each worker. Stages have the mailbox of their
+        worker. If one thread runs all rows, all stages share its mailbox."""
+        made = {label: Mailbox(self.check_alive) for label in rows}
+        mailboxes = [made.get(label) or made[self.devices[-1]] for label in self.devices]
+        own = range(len(self.stages))
+        return [StepPlan(self, self.place, self.scatter(batch, chunks), own, rows, mailboxes, scale)]
 
-    def take(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> None:
-        """Run a step, with aliases in the stages for the tensors that need a gradient."""
+    def take(self, plans: Sequence[StepPlan], progress: Progress, observer: Observer | None) -> Step:
+        """Run a step, with aliases in the stages for the tensors that need a gradient. With replicas, this gives the
+        step of the calling thread."""
         with standing_in(self.stages) as pairs:
-            m.begin(self, pairs, scale, rows, self.mailboxes(rows), range(len(self.stages)), observer)
+            m = Step(plans[0], pairs, progress)
+            m.begin(observer)
             show_ranges(m)
             self.run_rows(m)
-
-    def mailboxes(self, rows: Rows) -> tuple[Transport, ...]:
-        """For each stage the mailbox of its worker. If one thread runs all rows, all stages share its mailbox."""
-        made = {label: Mailbox(self.check_alive) for label in rows}
-        return tuple([made.get(label) or made[self.devices[-1]] for label in self.devices])
+        return m
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         """The outputs of the batch, and the pairs of tensors and aliases with all gradients."""
@@ -201,31 +206,32 @@ class StepScheduler(SchedulerBase):
                 begun.append(label)
             self._row(*ours)
         except BaseException as error:  # the second Ctrl-C
-            m.stop(error)
+            m.progress.stop(error)
         if begun:
             self._await(begun, reports, m)
-        if len(m.done) < len(begun):
+        if len(m.progress.done) < len(begun):
             try:
                 self.check_alive()
             except RuntimeError as error:
-                m.stop(error)
+                m.progress.stop(error)
 
     def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
         """For each worker that has a row, by its label: its step, and a stage that it runs."""
-        return {label: (m, j) for j, label in enumerate(self.devices) if label in m.rows}
+        return {label: (m, j) for j, label in enumerate(self.devices) if label in m.plan.rows}
 
     def _await(self, workers: Sequence[str], reports: SimpleQueue[Report], m: Step) -> None:
         """Wait until all these workers are done, or gone. Ctrl-C may lose a report that is out of the queue and not
-        returned yet, so a report only wakes this thread; `m.done` says who is done."""
+        returned yet, so a report only wakes this thread; `m.progress` says who is done."""
+        done = m.progress.done
         while True:
             try:
-                if all(label in m.done or not self._workers[label].thread.is_alive() for label in workers):
+                if all(label in done or not self._workers[label].thread.is_alive() for label in workers):
                     return
                 reports.get(timeout=LOST)
             except Empty:
                 continue
             except BaseException as error:  # the second Ctrl-C
-                m.stop(error)
+                m.progress.stop(error)
 
     def _work(self, m: Step, j: int) -> None:
         """Run the row of the worker of stage j, in the caller's modes."""
@@ -233,13 +239,13 @@ class StepScheduler(SchedulerBase):
             with m.context.enter():
                 self._row(m, j)
         except BaseException as error:
-            m.stop(error)
+            m.progress.stop(error)
         finally:
-            m.done.append(m.devices[j])
+            m.progress.done.append(m.devices[j])
 
     def _row(self, m: Step, j: int) -> None:
         """Run the row of the worker of stage j."""
-        row, last, failed = m.rows[self.devices[j]], m.last, m.failed
+        row, last, failed = m.plan.rows[self.devices[j]], m.last, m.progress.failed
         action = method = None
         try:
             with use_stream(m.compute[j]), torch.no_grad() if m.by_code else nullcontext():
@@ -254,8 +260,8 @@ class StepScheduler(SchedulerBase):
             if isinstance(method, Overlapped):
                 action = method.failed(error, m)
             if action is not None:
-                self.add_notes(error, m, action.stage, action.micro_batch, m.replica, action.kind != "F")
-            m.stop(error)
+                self.add_notes(error, m, action.stage, action.micro_batch, m.plan.replica, action.kind != "F")
+            m.progress.stop(error)
 
     def input_pairs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
         """The inputs that the loss depends on, with aliases that hold their gradients, collected from the stages'

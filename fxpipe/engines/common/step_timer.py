@@ -69,9 +69,9 @@ class StepTimer:
 
     def begin(self, m: Step) -> None:
         own = [stand_in for pairs in m.pairs for _, stand_in in pairs]
-        own += [held[name] for j in m.own for held, name in m.stages[j].slots if isinstance(held[name], Tensor)]
+        own += [held[name] for j in m.plan.own for held, name in m.stages[j].slots if isinstance(held[name], Tensor)]
         pieces = [x for micro_batch in m for x in vars(micro_batch).values() if isinstance(x, Tensor)]
-        for j in m.own:
+        for j in m.plan.own:
             self.homes[m.devices[j]] = m.stages[j].device
             # All stages of a device share one count; tensors that are moved to the host do not count.
             saved = self.saved.setdefault(m.devices[j], Saved(own, pieces))

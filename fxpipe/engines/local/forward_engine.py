@@ -39,7 +39,7 @@ class Pipeline(SchedulerBase):
         self.wake()
         for stage in self._copying:
             stage.refresh()
-        m = self.scatter(batch, chunks, Batches)
+        m = Batches(self.scatter(batch, chunks), self.place)
         self.lend(m)
         try:
             with Interrupts(ignore) as interrupts:

@@ -21,9 +21,12 @@ from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.profiler_ranges import show_ranges
 from fxpipe.engines.common.replica_routing import Routes, sliced
 from fxpipe.engines.common.scheduler_base import Batches, Place
-from fxpipe.engines.common.step import Observer, Rows, Step
+from fxpipe.engines.common.step import Observer, Step
 from fxpipe.engines.common.step_contract import Gradients
 from fxpipe.engines.common.step_engine import StepScheduler
+from fxpipe.engines.common.step_plan import Rows, StepPlan
+from fxpipe.engines.common.step_progress import Progress
+from fxpipe.engines.transports.mailbox import Mailbox
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, standing_in
 from fxpipe.runtime.deferred_norms import absorb, sums_of
@@ -60,21 +63,17 @@ class ReplicatedScheduler(StepScheduler):
     def run(self, batch: Sequence[Any], chunks: int, scale: Scale | None = None) -> tuple[Any, ...]:
         return self.step(batch, chunks, scale)
 
-    def cut(self, batch: Sequence[Any], chunks: int) -> Step:
-        whole = self.scatter(batch, chunks, Batches)
-        steps: dict[str, Step] = {}
+    def plans(self, batch: Sequence[Any], chunks: int, scale: Scale | None, rows: Rows) -> list[StepPlan]:
+        whole, found = self.scatter(batch, chunks), list[StepPlan]()
         for labels in dict.fromkeys(self.labels):
-            for k, (label, (sizes, slices)) in enumerate(zip(labels, sliced(self, whole, len(labels)), strict=True)):
-                steps[label] = own = Step(sizes, self.places[k], False)
-                own[:] = slices
-                own.slice_of(whole, k, self.routes)
-        views = tuple([[steps[label] for label in labels] for labels in self.labels])
-        for own in steps.values():
-            own.views = views
-        return steps[self.devices[-1]]
+            own = [j for j, others in enumerate(self.labels) if others == labels]
+            for k, slices in enumerate(sliced(self, whole, len(labels))):
+                boxes = [Mailbox(self.check_alive)] * len(self.stages)  # a worker gets all its messages in one
+                place, routes = self.places[k], self.routes
+                found.append(StepPlan(self, place, slices, own, rows, boxes, scale, k, routes, whole.sizes))
+        return found
 
-    def take(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> None:
-        steps = {label: step for label, (step, _) in self.replica_devices(m).items()}
+    def take(self, plans: Sequence[StepPlan], progress: Progress, observer: Observer | None) -> Step:
         with standing_in([*chain(*self.replica_groups)]) as flat:
             each = iter(flat)
             pairs = [[next(each) for _ in replica_group] for replica_group in self.replica_groups]
@@ -82,14 +81,17 @@ class ReplicatedScheduler(StepScheduler):
                 for replica_group, own in zip(self.replica_groups, pairs, strict=True):
                     for replica, found in zip(replica_group[1:], own[1:], strict=True):
                         found += fill(replica, replica_group[0], own[0])
-                for step in steps.values():
-                    step.pairs = [own[min(step.replica, len(own) - 1)] for own in pairs]
-                for label, step in steps.items():
-                    runs = [j for j, device in enumerate(step.devices) if device == label]
-                    step.begin(self, step.pairs, scale, rows, self.mailboxes(rows), runs, observer)
+                views: tuple[list[Step], ...] = tuple([[] for _ in self.stages])
+                steps = []
+                for plan in plans:
+                    held = [own[min(plan.replica, len(own) - 1)] for own in pairs]
+                    steps.append(step := Step(plan, held, progress, views))
+                    for j in plan.own:
+                        views[j].append(step)
+                for step in steps:
+                    step.begin(observer)
                     show_ranges(step)
-                for step in steps.values():
-                    step.done, step.failed = m.done, m.failed
+                m = views[-1][0]
                 self.run_rows(m)
                 for stage, *others in self.replica_groups:
                     for replica in others:
@@ -97,6 +99,7 @@ class ReplicatedScheduler(StepScheduler):
             finally:
                 for replica in self.further:
                     empty(replica)
+        return m
 
     def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
         assert m.views is not None

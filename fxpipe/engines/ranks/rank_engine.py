@@ -24,20 +24,21 @@ from torch import Tensor
 
 from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.replica_routing import sliced
-from fxpipe.engines.common.step import Step
+from fxpipe.engines.common.scheduler_base import MiniBatch
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.errors import FxpipeError, InputError, RankError
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
+from fxpipe.runtime.caller_context import current_context
 from fxpipe.runtime.deferred_norms import commit
 
 from .failure_attribution import Lost
 from .input_checksums import Unread
 from .rank_group import World
 from .rank_program import RankProgram
-from .rank_run import RankObserver, RankRun
+from .rank_run import RankObserver, RankPlan, take
 from .rank_timer import RankTimer
 from .replicas.replica_reduce import broadcast_values, commit_statistics, written
 from .replicas.shard_exchange import ShardExchange
@@ -99,8 +100,8 @@ class RankScheduler:
             try:
                 self._even_out()  # other calls may have changed the buffers
                 self.written.fetch()
-                run = self._begin(seen, chunks, seed, error or self._check(batch), given)
-                run.take(scale, observer, interrupts)
+                plan = self._plan(seen, chunks, seed, scale, error or self._check(batch), given)
+                run = take(plan, observer, interrupts)
                 self._commit()
                 outputs, pairs = run.outputs(), run.pairs(batch)
                 if observer is not None:
@@ -126,27 +127,24 @@ class RankScheduler:
         except Lost as lost:
             raise RankError(str(lost)) from None
 
-    def _begin(
+    def _plan(
         self,
         batch: Sequence[Any],
         chunks: int,
         seed: int,
+        scale: Scale | None,
         error: BaseException | None,
         given: Callable[[], Unread],
-    ) -> RankRun:
-        """Prepare a step, with this rank's slices of the batch."""
+    ) -> RankPlan:
+        """What is decided before a step, with this rank's slices of the batch."""
         self.steps.refresh()
-        m = whole = self.steps.scatter(batch, chunks, lambda sizes, *_: Step(sizes, self.place, False))
-        whole.seed = seed
+        slices = whole = self.steps.scatter(batch, chunks, seed)
         if self.replicated:
-            sizes, slices = sliced(self.steps, whole, len(self.program.replica_group))[self.program.replica]
-            m = Step(sizes, self.place, False)
-            m[:] = slices
-        m.slice_of(whole, self.program.replica, self.program.routes)
+            slices = sliced(self.steps, whole, len(self.program.replica_group))[self.program.replica]
         if self.shards is not None:
             error = error or self._unshardable(whole)
         lent = WholeLoans({}) if self.parallel is None else self.parallel.lent
-        return RankRun(self.steps, self.program, m, whole, error, given, self.shards, lent)
+        return RankPlan(self.steps, self.place, self.program, whole, slices, scale, error, given, self.shards, lent)
 
     def join(self) -> None:
         """Make the groups of collectives, but for ranks that share memory, and copy the states of the first
@@ -181,7 +179,7 @@ class RankScheduler:
             f"{', '.join(missing)}: not given on rank {self.world.rank}, whose stages use it; pass it there, too"
         )
 
-    def _unshardable(self, whole: Step) -> FxpipeError | None:
+    def _unshardable(self, whole: MiniBatch) -> FxpipeError | None:
         """An error if replicas could not gather their parameters together in this step, else None."""
         count, least = len(self.program.replica_group), min(whole.sizes)
         if least < count:
@@ -189,7 +187,7 @@ class RankScheduler:
                 f"a micro-batch has {least} samples for {count} replicas that share out their parameters (ZeRO-3), so "
                 "not all of them would take part: give larger batches, or fewer chunks"
             )
-        if whole.context.autocasts:
+        if current_context().autocasts:
             return FxpipeError(
                 "autograd keeps the casts that torch.autocast makes of gathered parameters, whole, until backward: "
                 "leave out autocast with optimizer_sharding='zero3', and convert the model instead"

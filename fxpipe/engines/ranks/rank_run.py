@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.profiler_ranges import show_ranges
-from fxpipe.engines.common.scheduler_base import Batches
+from fxpipe.engines.common.scheduler_base import MiniBatch, Place
 from fxpipe.engines.common.step import Observer, Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
+from fxpipe.engines.common.step_plan import StepPlan
+from fxpipe.engines.common.step_progress import Progress
 from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
@@ -45,58 +48,77 @@ class RankObserver(Observer, Protocol):
         """Called on all ranks when the step has succeeded, to exchange what was seen. Raises Lost."""
 
 
-class RankRun:
-    """A step of one rank.
+@dataclass(frozen=True)
+class RankPlan:
+    """What is decided before a step of one rank.
 
-    - `m`: the step, with the rank's slices; `whole`: the whole micro-batches.
+    - `place`: where the stages run, of `steps`; `program`: the lines of this rank.
+    - `whole`: the whole micro-batches; `slices`: the rank's slices of them.
+    - `scale`: what the gradients are multiplied by, or None.
     - `error`: an earlier failure of this rank; then it only takes part in the messages.
-    - `given`: the checksums of this rank's arguments, on their devices, computed when the rank first waits.
-    - `inputs`: the same, read.
-    - `numbers`: the outputs that are one number, by index.
+    - `given`: computes the checksums of this rank's arguments, on their devices.
     - `shards`: the exchange of parameters between replicas that each have a part of them, or None.
     - `lent`: the lent tensors of which this rank has a part, whole.
     """
 
-    def __init__(
-        self,
-        steps: StepScheduler,
-        program: RankProgram,
-        m: Step,
-        whole: Batches,
-        error: BaseException | None,
-        given: Callable[[], Unread],
-        shards: ShardExchange | None,
-        lent: WholeLoans,
-    ) -> None:
-        self.steps, self.program, self.world, self.m, self.whole = steps, program, program.world, m, whole
-        self.given, self.shards = cache(given), shards
-        self.transport = RankTransport(program, m, error, self.given, shards)
-        self.weights = WeightExchange(m, self.transport, lent)
-        self.numbers: Numbers = {}
-        self.inputs: dict[str, int] = {}
+    steps: StepScheduler
+    place: Place
+    program: RankProgram
+    whole: MiniBatch
+    slices: MiniBatch
+    scale: Scale | None
+    error: BaseException | None
+    given: Callable[[], Unread]
+    shards: ShardExchange | None
+    lent: WholeLoans
 
-    def take(self, scale: Scale | None, observer: RankObserver | None, interrupts: InterruptShield) -> None:
-        """Run the step under an observer. Raises its first error; Ctrl-C counts as one between two lines."""
-        m, stages, broken = self.m, self.steps.stages, self.transport.broken
-        if self.shards is not None:
-            self.shards.begin(broken)
+
+def take(plan: RankPlan, observer: RankObserver | None, interrupts: InterruptShield) -> RankRun:
+    """Run a step of one rank under an observer. Raises its first error; Ctrl-C counts as one between two lines."""
+    steps, program, broken = plan.steps, plan.program, plan.error is not None
+    if plan.shards is not None:
+        plan.shards.begin(broken)
+    given, rows_of = cache(plan.given), plan.whole.sizes  # checksums are computed when the rank first waits
+    transport = RankTransport(program, plan.slices, rows_of, plan.error, given, plan.shards)
+    boxes, own = [transport] * len(steps.stages), [] if broken else program.own
+    replica, routes = program.replica, program.routes
+    step = StepPlan(steps, plan.place, plan.slices, own, {}, boxes, plan.scale, replica, routes, rows_of)
+    nothing: list[list[Pair]] = [[] for _ in steps.stages]  # a rank that has failed may not have its tensors
+    with nullcontext(nothing) if broken else standing_in(steps.stages) as pairs:
+        m = Step(step, pairs, Progress(()))
+        run = RankRun(plan, m, transport, given)
         if not m.grad:
             wrap(m, dict.fromkeys(("forward", "forward_to_recompute"), keep_nothing))
-        nothing: list[list[Pair]] = [[] for _ in stages]  # a rank that has failed may not have its tensors
-        with nullcontext(nothing) if broken else standing_in(stages) as pairs:
-            own = [] if broken else self.program.own
-            m.begin(self.steps, pairs, scale, {}, [self.transport] * len(stages), own, observer)
-            show_ranges(m)
-            if observer is not None:
-                observer.watch(self)
-            if not broken:
-                self.weights.lend()
-            self._run(interrupts)
-        self.steps.check(m)
+        m.begin(observer)
+        show_ranges(m)
+        if observer is not None:
+            observer.watch(run)
+        if not broken:
+            run.weights.lend()
+        run.take(interrupts)
+    steps.check(m)
+    return run
+
+
+class RankRun:
+    """A step of one rank.
+
+    - `m`: the step, with the rank's slices; `whole`: the whole micro-batches.
+    - `given`: the checksums of this rank's arguments; `inputs`: the same, read.
+    - `numbers`: the outputs that are one number, by index.
+    """
+
+    def __init__(self, plan: RankPlan, m: Step, transport: RankTransport, given: Callable[[], Unread]) -> None:
+        self.plan, self.m, self.transport, self.given = plan, m, transport, given
+        self.steps, self.program, self.world, self.whole = plan.steps, plan.program, plan.program.world, plan.whole
+        self.weights = WeightExchange(m, transport, plan.lent)
+        self.numbers: Numbers = {}
+        self.inputs: dict[str, int] = {}
+        transport.freed += [m.kept, m.weights, m.later]
 
     # The program ------------------------------------------------------------------------------------------------------
 
-    def _run(self, interrupts: InterruptShield) -> None:
+    def take(self, interrupts: InterruptShield) -> None:
         """Run all of this rank's program, until all ranks are done and the verdict is known."""
         m, transport, weights = self.m, self.transport, self.weights
         for do, what in self.program.lines:
@@ -115,8 +137,8 @@ class RankRun:
             elif what.kind != "R":  # the methods of backward recompute by themselves
                 self._guarded(what, self._act, what)
         self._receive_rest()
-        if self.shards is not None:
-            self._guarded(None, self.shards.end)
+        if self.plan.shards is not None:
+            self._guarded(None, self.plan.shards.end)
         self._conclude()
 
     def _receive_rest(self) -> None:
@@ -163,8 +185,8 @@ class RankRun:
             self.transport.fail(error)
 
     def _conclude(self) -> None:
-        """Wait for the sends, and for the verdict of all ranks. The error that this rank will raise goes to
-        `failed`."""
+        """Wait for the sends, and for the verdict of all ranks. The error that this rank will raise goes to the step's
+        `progress`."""
         transport = self.transport
         for peer, works in transport.sent.items():
             for work, _ in works:
@@ -181,7 +203,7 @@ class RankRun:
             found = str(error)
         if isinstance(found, str):
             transport.fail(None)
-            self.m.failed.append(transport.error or RankError(found))
+            self.m.progress.failed.append(transport.error or RankError(found))
         else:
             self.numbers = found
 
@@ -206,7 +228,7 @@ class RankRun:
 
     def _values(self, at: int) -> list[Any]:
         """This rank's values of an output, one for each micro-batch."""
-        source = self.whole if self.program.table.makers[at] < 0 else self.m
+        source = self.whole.micro_batches if self.program.table.makers[at] < 0 else self.m
         return [getattr(micro_batch, self.steps.outputs[at][0]) for micro_batch in source]
 
     def _shared(self, at: int) -> Any:
@@ -218,7 +240,7 @@ class RankRun:
             self.world.tell(first, data=pickle.dumps(values))
         elif self.world.rank == first:
             views = [self._values(at), *(pickle.loads(self.world.hear(peer)) for peer in others)]
-            rows = [split_sizes(whole, len(replica_group)) for whole in self.m.rows_of]
+            rows = [split_sizes(whole, len(replica_group)) for whole in self.whole.sizes]
             values = [views[k][i] for i, some in enumerate(rows) for k in range(len(some))]
             if others:
                 values = [value.to(self.world.device) if isinstance(value, Tensor) else value for value in values]
@@ -255,7 +277,7 @@ class RankRun:
             found[name] = all_pieces = list[list[Tensor]]()
             for i, rows in enumerate(self.whole.sizes):
                 counts = split_sizes(rows, len(self.program.replica_group))
-                pieces = scatter(getattr(self.whole[i], name).detach(), dims[name], counts)
+                pieces = scatter(getattr(self.whole.micro_batches[i], name).detach(), dims[name], counts)
                 all_pieces += [own[i] if k == self.program.replica else [piece] for k, piece in enumerate(pieces)]
         return found
 
@@ -266,7 +288,7 @@ class RankRun:
         wanted = {name: value for name, value in named.items() if value.requires_grad and name not in detached}
         if not wanted or not torch.is_grad_enabled():
             return []
-        leaves = self._all_leaves() if self.m is not self.whole else self.m.leaves
+        leaves = self._all_leaves() if self.plan.slices is not self.whole else self.m.leaves
         ours = {id(value): whole.grad for value, whole in self.steps.input_pairs(leaves, batch)}
         mine = {name: ours[id(value)] for name, value in wanted.items() if id(value) in ours}
         parts = self.world.collect({name: None if grad is None else grad.cpu() for name, grad in mine.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.engines.common.step import Step
+from fxpipe.engines.common.scheduler_base import MiniBatch
 from fxpipe.engines.transports.collective_groups import FAILED_PART, Exchange, Marks, mark, marks_of
 from fxpipe.engines.transports.communicators import Call
 from fxpipe.engines.transports.mailbox import Key
@@ -50,6 +49,7 @@ class RankTransport:
       rank.
     - `calls`: what goes together with the next call of `issue`; `issued`: the calls that may not have ended. Both are
       for values on accelerators.
+    - `freed`: what is emptied if there is no memory for a message, as this rank then computes nothing more.
     - `idle`: work for this rank while it waits for its first message; None once that is done.
     - `shards`: the exchange that hears of a failure, too, or None.
     - `broken`: whether this rank has failed; `error`: why, or None if another rank failed first.
@@ -58,20 +58,23 @@ class RankTransport:
     def __init__(
         self,
         program: RankProgram,
-        m: Step,
+        batch: MiniBatch,
+        rows_of: tuple[int, ...],
         error: BaseException | None,
         idle: Callable[[], object] | None = None,
         shards: ShardExchange | None = None,
     ) -> None:
+        """`batch`: this rank's slices; `rows_of`: the samples in each whole micro-batch."""
         self.program, self.world, self.shards = program, program.world, shards
-        self.rows_of, self.sizes = m.rows_of, m.sizes
-        found = [[(getattr(one, source), dim) for _, source, dim in program.table.sizes] for one in m]
+        self.rows_of, self.sizes = rows_of, batch.sizes
+        sources = [(source, dim) for _, source, dim in program.table.sizes]
+        found = [[(getattr(one, source), dim) for source, dim in sources] for one in batch.micro_batches]
         self.known = [tuple([value if dim is None else value.shape[dim] for value, dim in row]) for row in found]
         self.arrived: dict[Key, Any] = {}
         self.posted: dict[Key, tuple[RankMessage, Callable[[], Any]]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in self.world.others}
         self.calls, self.issued = list[Call](), deque[Call]()
-        self._step = weakref.proxy(m)  # it refers to this
+        self.freed: list[dict[Any, Any]] = [self.arrived]
         self.idle, self.broken, self.error = idle, error is not None, error
 
     def fail(self, error: BaseException | None) -> None:
@@ -318,7 +321,7 @@ class RankTransport:
             return make()
         except (RuntimeError, MemoryError) as error:
             self.fail(error)
-            for kept in (self.arrived, self._step.kept, self._step.weights):
+            for kept in self.freed:
                 kept.clear()
         try:
             return make()

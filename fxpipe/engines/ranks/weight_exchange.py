@@ -69,7 +69,7 @@ class WeightExchange:
         self.exchanges: dict[str, tuple[BucketReduce, int]] = {}
         for bucket in self.table.buckets:
             dtype, device = getattr(torch, self.table.forms[bucket.name(0)].dtype), transport.world.device
-            exchange = BucketReduce(bucket, m.replica, dtype, device, partial(self.stand_ins, bucket))
+            exchange = BucketReduce(bucket, m.plan.replica, dtype, device, partial(self.stand_ins, bucket))
             for part in range(bucket.replicas):
                 self.exchanges |= {bucket.name(part, summed): (exchange, part) for summed in (False, True)}
 
@@ -86,7 +86,7 @@ class WeightExchange:
                 setattr(self.m.lent, loan.borrowed, lent)
                 if lent.requires_grad:
                     self.m.fresh[loan.user].append(lent)
-            elif home and not user and self.m.replica == 0:
+            elif home and not user and self.m.plan.replica == 0:
                 tensor = self._held(loan.home, loan.path, loan.constant) if whole is None else whole
                 for k in range(len(self.table.replica_groups[loan.user])):
                     lent = tensor.detach().requires_grad_(tensor.requires_grad)
@@ -106,7 +106,7 @@ class WeightExchange:
     def borrow(self, j: int) -> None:
         """Receive the tensors that other ranks lend to stage j, before its first action."""
         for loan in self.awaited.pop(j, ()):
-            found = self.transport.open_message(self._key(loan, self.m.replica))
+            found = self.transport.open_message(self._key(loan, self.m.plan.replica))
             setattr(self.m.lent, loan.borrowed, found)
             if found.requires_grad:
                 self.m.fresh[j].append(found)

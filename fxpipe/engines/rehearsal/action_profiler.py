@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.engines.common.step import Method, Rows, Step, wrap
+from fxpipe.engines.common.step import Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
+from fxpipe.engines.common.step_plan import Method, Rows
 from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.cluster.cluster import Link

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpipe.engines.common.scheduler_base import MiniBatch
 from fxpipe.engines.local.forward_engine import Batches, Pipeline, clock
 from fxpipe.runtime import Draws, Stage, checkpoint, fork, join
 from fxpipe.runtime.autograd.activation_checkpoint import Task
@@ -515,12 +516,10 @@ def test_dropout_is_the_same_for_all_modes_and_devices(
         seeds: list[int] = []
         scatter = pipe.scatter
 
-        def noted(
-            batch: Any, chunks: int, kind: type[Batches], scatter: Any = scatter, seeds: list[int] = seeds
-        ) -> Batches:
-            m = scatter(batch, chunks, kind)
-            seeds.append(m.seed)
-            return m
+        def noted(batch: Any, chunks: int, scatter: Any = scatter, seeds: list[int] = seeds) -> MiniBatch:
+            found: MiniBatch = scatter(batch, chunks)
+            seeds.append(found.seed)
+            return found
 
         pipe.scatter = noted
         for stage in pipe.stages:

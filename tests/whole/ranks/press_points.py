@@ -39,9 +39,9 @@ IN_STEPS: tuple[Place, ...] = (
     (RankBuilds, "agree"),
     (RankBuilds, "live"),
     (RankScheduler, "run"),
-    (RankScheduler, "_begin"),
+    (RankScheduler, "_plan"),
     (RankScheduler, "_commit"),
-    (RankRun, "_run"),
+    (RankRun, "take"),
     (RankRun, "_receive_rest"),
     (RankRun, "_conclude"),
     (RankRun, "outputs"),
@@ -220,7 +220,7 @@ def press_thrice(group: Any) -> None:
         pipe.step(x, target=y, loss_fn=F.mse_loss)
         began = time.monotonic()
         with (
-            pressed_at((RankScheduler, "_begin"), False, 3 * rank),
+            pressed_at((RankScheduler, "_plan"), False, 3 * rank),
             pytest.raises(KeyboardInterrupt if rank else RankError) as caught,
         ):
             pipe.step(x, target=y, loss_fn=F.mse_loss)
