@@ -74,9 +74,7 @@ class Kind:
         node = self.traced.asserts.failed
         if node is None:
             return None
-        found = Refused(line_of(node), "what this line asserts is not so")
-        found.steered = True
-        return found
+        return Refused(line_of(node), "what this line asserts is not so", steered=True)
 
     def tell_unchecked(self, told: set[str]) -> None:
         """Warn of the user's assertions that are no part of the graph, and not `told`; of a library's, log it."""

@@ -104,7 +104,8 @@ class CallCapture:
         self.ways = Ways()
         # Weak, because torch keeps every backend alive, and with it would keep the model.
         self._routes = Routes(partial(dynamo, function, weakref.ref(self)), self.layers)
-        self.anew()
+        self._traces = 0
+        self._unguarded = self.twins.unguarded
         self._now: Now | None = None
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
@@ -334,8 +335,7 @@ class CallCapture:
                 continue
             except Refused as refused:
                 refused = now.compared_type(self.pieces.whole) or refused
-                tried.append(refused.spelled(partial(size_of, now.call)))
-                tried[-1].route = how
+                tried.append(refused.spelled(partial(size_of, now.call), how))
                 if refused.steered and self._diagnosed(tried[-1], now.call, now.request) is not tried[-1]:
                     break
             except Exception as error:

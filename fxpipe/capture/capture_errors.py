@@ -128,10 +128,6 @@ class Refused(CaptureError):
     - `frames`: the calls that led to the line, outermost first.
     """
 
-    route = ""
-    steered = False
-    frames: Sequence[traceback.FrameSummary] = ()
-
     def __init__(
         self,
         where: Origin | None,
@@ -139,19 +135,24 @@ class Refused(CaptureError):
         advice: str = "",
         modules: Sequence[int] | None = None,
         sizes: Sizes | None = None,
+        *,
+        route: str = "",
+        steered: bool = False,
+        frames: Sequence[traceback.FrameSummary] = (),
     ) -> None:
         super().__init__(f"{at(where)}cannot be captured: {reason}" + (f"; {advice}" if advice else ""))
         self.where, self.reason, self.advice, self.modules, self.sizes = where, reason, advice, modules, sizes or {}
+        self.route, self.steered, self.frames = route, steered, frames
 
-    def spelled(self, spell: Callable[[str | tuple[str, int]], str]) -> Refused:
-        """The refusal with the user's names of sizes in place of torch's symbols, as in [2, s33] or `s33: hint = 4`."""
+    def spelled(self, spell: Callable[[str | tuple[str, int]], str], route: str) -> Refused:
+        """The refusal of a route with the user's names of sizes in place of torch's symbols, as in [2, s33] or
+        `s33: hint = 4`."""
 
         def word(found: re.Match[str]) -> str:
             return spell(self.sizes[found[1]]) if found[1] in self.sizes else UNKNOWN
 
-        made = Refused(self.where, re.sub(SYMBOL, word, self.reason), self.advice, self.modules)
-        made.steered, made.frames = self.steered, self.frames
-        return made
+        reason, steered, frames = re.sub(SYMBOL, word, self.reason), self.steered, self.frames
+        return Refused(self.where, reason, self.advice, self.modules, route=route, steered=steered, frames=frames)
 
     @property
     def is_placed(self) -> bool:
@@ -160,13 +161,12 @@ class Refused(CaptureError):
 
     def in_no_submodule(self) -> Refused:
         """The refusal to keep a submodule whole: the line is in the model's own forward, or in the loss function."""
-        found = Refused(
+        return Refused(
             self.where,
             "it is in the forward of no submodule, and kept whole, the model would have one stage",
             "move these lines into the forward of a submodule",
+            route="keeping a submodule whole",
         )
-        found.route = "keeping a submodule whole"
-        return found
 
 
 class NoOps(CaptureError):
@@ -246,9 +246,8 @@ def _frame_of(stack: str | None) -> traceback.FrameSummary | None:
 def failed(error: Exception, route: str) -> Refused:
     """The refusal for an exception of the model, as plain Python or as Dynamo has transformed it."""
     where = innermost(traceback.extract_tb(error.__traceback__))
-    found = Refused(where, f"it raises {type(error).__name__}: {error}")
+    found = Refused(where, f"it raises {type(error).__name__}: {error}", route=route)
     found.__cause__ = error
-    found.route = route
     return found
 
 
@@ -257,19 +256,20 @@ def refusal(
     modules: Sequence[int] | None = None,
     where: Origin | None = None,
     sizes: Sizes | None = None,
+    steered: bool = False,
 ) -> Refused:
     """The refusal for an error of Dynamo in these modules. `where`: the line, if known better than from the error;
-    `sizes`: the sources of its symbols."""
+    `sizes`: the sources of its symbols; `steered`: whether values of inputs led there."""
     text = str(error)
     stack = next((s for e in (error, error.__cause__) if (s := getattr(e, "real_stack", None))), None)
     where = where or innermost(list(stack or ())) or _in_text(text)
     if (ours := getattr(error, "inner_exception", None)) is not None:  # of what Dynamo gives its trace to
-        return Refused(where, f"fxpipe fails with {type(ours).__name__}: {ours}", "report this: it is a defect")
+        return Refused(
+            where, f"fxpipe fails with {type(ours).__name__}: {ours}", "report this: it is a defect", steered=steered
+        )
     if A_PIPE in text:
         modules = None  # nor is it one where a submodule is kept whole
-    found = Refused(where, *_reason(text), modules, sizes)
-    found.frames = list(stack or ())
-    return found
+    return Refused(where, *_reason(text), modules, sizes, steered=steered, frames=list(stack or ()))
 
 
 def refusals(tried: Sequence[Refused]) -> CaptureError:

@@ -64,26 +64,21 @@ class Draws:
         self.seed, self.micro_batch, self.device = seed, micro_batch, device
 
     def __call__(self, draw: int) -> AbstractContextManager[None]:
-        return Draw(mix(self.seed, self.micro_batch, draw), self.device)
+        return seeded(mix(self.seed, self.micro_batch, draw), self.device)
 
 
-class Draw(AbstractContextManager[None]):
-    """A context in which the device's default generator is seeded with `seed`, under a lock. The state before is
-    restored on exit."""
-
-    __slots__ = ("generator", "lock", "seed", "state")
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed, self.generator, self.lock = seed, generator_of(device), _locks.setdefault(device, Lock())
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        self.state = self.generator.get_state()
-        self.generator.manual_seed(self.seed)
-
-    def __exit__(self, *error: object) -> None:
-        self.generator.set_state(self.state)
-        self.lock.release()
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A context in which the device's default generator is seeded, under a lock. The state before is restored at the
+    end."""
+    generator = generator_of(device)
+    with _locks.setdefault(device, Lock()):
+        state = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
 
 
 @contextmanager

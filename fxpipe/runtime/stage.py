@@ -196,7 +196,7 @@ class Stage(Scope):
             self._put_state(path, tensors[sources.get(path, path)])
         for name in self.constants:
             self._put_constant(name, constants[name])
-        self.find_differentiable()
+        self._differentiable = self._find_differentiable()
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
@@ -308,10 +308,13 @@ class Stage(Scope):
         return self._slots
 
     def find_differentiable(self) -> None:
+        """Look anew which tensors may need a gradient."""
+        self._differentiable, self._slots = self._find_differentiable(), None
+
+    def _find_differentiable(self) -> tuple[Tensor, ...]:
         held = [self.tensor(path) for path in self.states]
         held += [value for name in self.constants if isinstance(value := getattr(self, name), Tensor)]
-        self._differentiable = tuple(filter(differentiable, held))
-        self._slots = None
+        return tuple(filter(differentiable, held))
 
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that need a gradient now: freezing and unfreezing take effect at the next call."""

@@ -26,18 +26,24 @@ class Worker:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.start()
+        self.orders, self.thread = _started(label)
 
     def start(self) -> None:
-        """Start the thread, or start it again; orders of a thread that is gone are dropped."""
-        self.orders: SimpleQueue[Order | None] = SimpleQueue()
-        # A daemon: a program that ends without closing its pipe must end all the same.
-        self.thread = Thread(target=_work, args=(self.orders,), name=f"fxpipe {self.label}", daemon=True)
-        self.thread.start()
+        """Start the thread again; orders of the one that is gone are dropped."""
+        self.orders, self.thread = _started(self.label)
 
     def close(self) -> None:
         """End the thread after its present orders."""
         self.orders.put(None)
+
+
+def _started(label: str) -> tuple[SimpleQueue[Order | None], Thread]:
+    """A thread that works, and the queue of its orders."""
+    orders = SimpleQueue[Order | None]()
+    # A daemon: a program that ends without closing its pipe must end all the same.
+    thread = Thread(target=_work, args=(orders,), name=f"fxpipe {label}", daemon=True)
+    thread.start()
+    return orders, thread
 
 
 def close(workers: Iterable[Worker]) -> None:

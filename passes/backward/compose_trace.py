@@ -42,8 +42,8 @@ class _Run:
 
 
 class ComposedTracing:
-    """One trace under way. `values`: the value of each name of the stage. Raises Inseparable if an op may do more than
-    its own trace tells."""
+    """One trace under way. `values`: the value of each name of the stage, at first of what it takes and holds.
+    `leaves`: those of them that need a gradient. Raises Inseparable if an op may do more than its own trace tells."""
 
     def __init__(self, task: Task) -> None:
         if any(isinstance(op.target, HigherOrderOperator) for op in task.stage.ops):
@@ -54,9 +54,6 @@ class ComposedTracing:
         self.writes = Counter[str]()  # by the memory that is written
         self.sharing: dict[str, set[Value]] = defaultdict(set)  # by their memory
         self.found = Trace()
-
-    def place(self) -> None:
-        """Values for what the stage takes and holds."""
         forms: dict[Any, tuple[Form, Dim]] = {}
         for name in (*self.task.stage.takes, *self.task.stage.borrows, *self.task.stage.states):
             kind, order = self.task.program.types[name], self.task.orders.get(name, ())

@@ -58,33 +58,35 @@ class Sizes:
         self.fake = self.symbols.fake
         self.numbers: dict[Any, str] = {}
         self.guessed = False
-        primes = SMALL if small else (*PRIMES, *SMALLER)
-        free = [prime for prime in primes if not any(number and number % prime == 0 for number in numbers)]
+        known = SMALL if small else (*PRIMES, *SMALLER)
+        free = [prime for prime in known if not any(number and number % prime == 0 for number in numbers)]
         fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
         self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
         wanted = [name for name in names if name not in self.fixed]
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
-        for _ in range(turn + 1):
+        for _ in range(turn):
             self._choose(wanted, free)
+        self.primes, self.equal = self._choose(wanted, free)
         self.values: dict[str, Any] = dict(self.primes)
         if symbolic:
             self.values = {name: self._symbol(name, prime) for name, prime in self.primes.items()}
         self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
 
-    def _choose(self, names: Sequence[str], free: list[int]) -> None:
-        """Choose `primes` among those that are free, and take them out."""
-        self.primes: dict[str, int] = {}
-        self.equal: dict[str, str] = {}  # names of sizes that must be equal to one that has a prime
+    def _choose(self, names: Sequence[str], free: list[int]) -> tuple[dict[str, int], dict[str, str]]:
+        """Choose primes among those that are free, and take them out. Returns them, and the names of the sizes that
+        must be equal to one that has a prime."""
+        primes, equal = dict[str, int](), dict[str, str]()
         for name in names:
-            chosen = self.primes | {one: self.primes[other] for one, other in self.equal.items()}
+            chosen = primes | {one: primes[other] for one, other in equal.items()}
             prime = next((number for number in free if self._meets(chosen | {name: number})), None)
-            other = next((one for one in self.primes if self._meets(chosen | {name: self.primes[one]})), None)
+            other = next((one for one in primes if self._meets(chosen | {name: primes[one]})), None)
             if prime is None and other is not None:
-                self.equal[name] = other
+                equal[name] = other
             else:
-                self.primes[name] = prime or free[0]
-                free.remove(self.primes[name])
+                primes[name] = prime or free[0]
+                free.remove(primes[name])
+        return primes, equal
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
         """Whether the graph may hold for these sizes."""

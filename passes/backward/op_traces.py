@@ -230,6 +230,7 @@ class OpTrace:
         self.results = {place: names[id(item)] for place, item in items.items() if isinstance(item, Tensor)}
         self.renamed = [(n, now) for n, x in enumerate(self.stand_ins) if (now := names[id(x)]) != f"<{n}"]
         self.forward = self.recorder.recorded(0)
+        self.finished: list[tuple[Place, str]] = []  # of the backward under way, as in `OpBackward`
         self._later()
         self._backwards: dict[Any, OpBackward] = {}
         self._changed: dict[tuple[Place, ...], OpTrace] = {}
@@ -311,7 +312,8 @@ class OpTrace:
 
     def _backward(self, gradients: Sequence[Form | None], sums: Sequence[Form | None]) -> OpBackward:
         recorder, start = self.recorder, len(self.recorder.made)
-        recorder.ops, self.finished = [], list[tuple[Place, str]]()
+        recorder.ops = []
+        self.finished.clear()
         ends: list[Any] = []
         tangents = []
         for letter, own, forms in (">", self.outputs, gradients), ("<", self.edges, sums):

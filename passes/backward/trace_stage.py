@@ -136,7 +136,7 @@ def _traced(
         task = Task(program, stage, traces, recorder, orders)
         try:
             with _silent(), left_to_right():
-                found = run_tracing(tracing(task), task, arriving)
+                found = run_tracing(tracing, task, arriving)
             known.keep(traces)
             return found, traces.sizes
         except Exception as error:  # whatever torch cannot do with fake tensors

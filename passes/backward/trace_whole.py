@@ -24,16 +24,20 @@ from fxpipe.torch_internals.autograd_nodes import current_node, next_number, num
 
 
 class WholeTracing:
-    """One trace under way. `values`: the fake value of each name of the stage."""
+    """One trace under way.
+
+    - `values`: the fake value of each name of the stage, at first of what it takes and holds; `leaves`: those of them
+      that need a gradient.
+    - `starts`: the number of autograd's next node before each op.
+    - `last`: the origin of the op whose backward has run last.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task, self.recorder = task, task.recorder
         self.values: dict[str, Any] = {}
         self.found = Trace()
-        self.starts: list[int] = []  # the number of autograd's next node before each op
-
-    def place(self) -> None:
-        """Fake values for what the stage takes and holds."""
+        self.starts: list[int] = []
+        self.last = NOWHERE
         for name in (*self.task.stage.takes, *self.task.stage.borrows, *self.task.stage.states):
             kind = self.task.program.types[name]
             if name in self.task.sizes.values:
@@ -124,4 +128,4 @@ class WholeTracing:
         place = bisect_right(self.starts, number) - 1 if 0 <= number < 1 << 62 else -1
         if place >= 0:
             self.last = self.task.stage.ops[place].origin
-        return getattr(self, "last", NOWHERE)
+        return self.last

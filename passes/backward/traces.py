@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,9 +100,8 @@ class Trace:
 
 
 class Tracing(Protocol):
-    """One trace under way. `found`: what it has found.
+    """One trace under way, made with values for what the stage takes and holds. `found`: what it has found.
 
-    - `place`: makes values for what the stage takes and holds.
     - `forward`: does what an op does.
     - `given`: the sizes and strides of the tensors that the stage gives.
     - `backward`: goes back from the results for which a gradient arrives.
@@ -110,17 +109,16 @@ class Tracing(Protocol):
 
     found: Trace
 
-    def place(self) -> None: ...
     def forward(self, op: Op) -> None: ...
     def given(self) -> Shapes: ...
     def backward(self, arriving: Sequence[str]) -> None: ...
 
 
-def run_tracing(tracing: Tracing, task: Task, arriving: Sequence[str]) -> Trace:
+def run_tracing(begin: Callable[[Task], Tracing], task: Task, arriving: Sequence[str]) -> Trace:
     """The trace. `arriving`: the results for which a gradient arrives."""
-    found = tracing.found
     with on_fake_tensors(task.sizes):
-        tracing.place()
+        tracing = begin(task)
+        found = tracing.found
         for op in task.stage.ops:
             tracing.forward(op)
         given = tracing.given()

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from fxpipe.engines.common.step import Step
 from fxpipe.engines.common.thread_autotune import ThreadAutotune
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import worker
-from fxpipe.runtime.random import Draw
+from fxpipe.runtime.random import seeded
 from tests.campaign.faults import Trap, watched
 
 CHUNKS = 5
@@ -358,15 +358,17 @@ def test_an_interrupt_at_any_time(subjects: Callable[..., Subject], config: Any)
 
 def test_an_interrupt_while_a_lock_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The action that draws random numbers ends before Ctrl-C is raised; else the next one would wait for ever."""
-    enter, pressed = Draw.__enter__, list[bool]()
+    pressed: list[bool] = []
 
-    def pressing(draw: Draw) -> None:
-        enter(draw)
-        if not pressed:
-            pressed.append(True)
-            _thread.interrupt_main()
+    @contextmanager
+    def pressing(seed: int, device: torch.device) -> Iterator[None]:
+        with seeded(seed, device):
+            if not pressed:
+                pressed.append(True)
+                _thread.interrupt_main()
+            yield
 
-    monkeypatch.setattr(Draw, "__enter__", pressing)
+    monkeypatch.setattr("fxpipe.runtime.random.seeded", pressing)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).double()
     pipe = fxpipe.compile(model, ["cpu"], 3)
     for run in (lambda: pipe.step(X, target=Y, loss_fn=F.mse_loss), lambda: pipe(X)):

@@ -149,14 +149,13 @@ def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
     """The refusal of a forward in which the number of calls of a piece depends on the number of samples."""
     counts = [Counter(id(call.piece) for call in calls) for calls in (one, two)]
     opaque = next(call.piece.opaque for call in (*one, *two) if len({count[id(call.piece)] for count in counts}) > 1)
-    found = Refused(
+    return Refused(
         opaque.origin,
         f"{opaque} is kept whole because of this line, and forward calls it another number of times for another "
         "number of samples",
         "call it once, with all samples",
+        route="running it, to see what a submodule returns",
     )
-    found.route = "running it, to see what a submodule returns"
-    return found
 
 
 def run_plainly(call: Call, twins: Twins, holders: tuple[Any, ...], function: Callable[..., Any], count: int) -> None:

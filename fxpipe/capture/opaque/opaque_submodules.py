@@ -132,9 +132,7 @@ class Piece:
         differs = self.varies or (self.asked and bool(self.opaque.promises))
         own = leaves if self.leaves else writes if self.writes else varies if differs else odd
         reason = unfit if self.unfit else own
-        found = Refused(self.opaque.origin, *reason)
-        found.route = f"one graph, {path} kept whole"
-        return found
+        return Refused(self.opaque.origin, *reason, route=f"one graph, {path} kept whole")
 
     def stand_in(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Empty tensors like those that the call returns. Raises LookupError if these are not learnt yet."""
@@ -369,9 +367,8 @@ def without_bound(graph: Graph, twins: Twins) -> Refused | None:
     for op in graph.ops:
         if unnamed_sizes(op.type):
             inside = [m for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]
-            found = Refused(op.origin, *DATA_SIZES, [id(module) for module in inside])
-            found.frames = frames_at(inside[-1], op.origin)
-            return found
+            frames = frames_at(inside[-1], op.origin)
+            return Refused(op.origin, *DATA_SIZES, [id(module) for module in inside], frames=frames)
     return None
 
 

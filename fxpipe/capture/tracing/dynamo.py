@@ -184,8 +184,8 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
                 if layers.leave_out(configured.modules, str(error)):
                     continue
                 if refused is None or ways.further(str(error)):
-                    refused = refusal(error, configured.modules, sizes=configured.sizes)
-                    refused.steered = configured.values.of_inputs is not None
+                    steered = configured.values.of_inputs is not None
+                    refused = refusal(error, configured.modules, sizes=configured.sizes, steered=steered)
                 if not ways.another(str(error)):
                     raise refused from None
                 layers.forget()

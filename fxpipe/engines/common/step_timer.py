@@ -55,12 +55,12 @@ class StepTimer:
 
     - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there.
     - `takes`: the tensors kept for recomputations, by worker, stage and micro-batch.
-    - `anchors`: for each accelerator the event at which the step begins; `started`: the same moment by the
-      host's clock; `called`: when the timer was made, at the beginning of the call.
+    - `called`: when the timer was made, at the beginning of the call.
+    - `started`: when the step began; `called` until then. `anchors`: for each accelerator the event of that moment.
     """
 
     def __init__(self) -> None:
-        self.called = perf_counter()
+        self.called = self.started = perf_counter()
         self.notes: list[Note] = []
         self.homes: dict[str, torch.device] = {}
         self.saved: dict[str, Saved] = {}

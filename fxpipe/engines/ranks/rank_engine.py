@@ -14,7 +14,7 @@ cause. If a rank is lost, the ranks that need its messages fail in the same way,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -50,18 +50,16 @@ class RankScheduler:
 
     - `steps`: the scheduler; its stages on other ranks are empty.
     - `program`: the rank's program of a step; `table`: the messages of all ranks.
-    - `parallel`: how the rows of a mesh add up gradients, or None.
-    - `shards`: how replicas exchange the parameters of which each has a part, or None; `cut`: the paths of these.
+    - `parallel`: how the rows of a mesh add up gradients, or None; `shards`: how replicas exchange the parameters of
+      which each has a part, or None. The pipe sets both when its parameters are shared out.
     - `written`: the tensors that are written on another rank than their home.
     """
-
-    parallel: Any = None
-    shards: ShardExchange | None = None
-    cut: Collection[str] = ()
 
     def __init__(self, steps: StepScheduler, world: World, table: MessageTable) -> None:
         self.steps, self.world, self.table = steps, world, table
         self.written = WrittenLoans(world, ())
+        self.parallel: Any = None
+        self.shards: ShardExchange | None = None
         self.stages, self.whole, self.random, self.close = steps.stages, steps.whole, steps.random, steps.close
         self.program = RankProgram(world, table, steps.cuts)
         self.replicated = len(self.program.replica_group) > 1

@@ -49,12 +49,17 @@ class Notes:
 
 
 class RankTimer:
-    """Records one step of one rank; `sending`, `taking`: when it sent and took each message, by its own clock."""
+    """Records one step of one rank.
+
+    - `sending`, `taking`: when it sent and took each message, by its own clock.
+    - `notes_of_all`: the notes of all ranks, once they are exchanged.
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self.timer = world, StepTimer()
         self.sending: dict[Message, float] = {}
         self.taking: dict[Message, float] = {}
+        self.notes_of_all: list[Notes] = []
 
     def begin(self, m: Step) -> None:
         self.timer.begin(m)
@@ -94,9 +99,7 @@ class RankTimer:
             for noted in (self.sending, self.taking)
         )
         memory = dict(zip(own.devices, own.memory, strict=True))
-        self.notes_of_all: list[Notes] = self.world.collect(
-            Notes(begun, (begun + start, begun + end), spans, sent, taken, memory)
-        )
+        self.notes_of_all += self.world.collect(Notes(begun, (begun + start, begun + end), spans, sent, taken, memory))
 
     def timeline(self, name: str, replica_groups: Sequence[Sequence[str]]) -> Timeline:
         """The timeline of all ranks, in seconds since the first of them began."""

@@ -118,6 +118,7 @@ class Replay:
         self.sent = sent
         self.seconds: dict[Action, float] = {}
         self.moments: list[tuple[float, float]] = []
+        self.filling = 0.0
 
     def begin(self, m: Step) -> None:
         start = perf_counter()

@@ -64,14 +64,14 @@ class Captured:
             dump(self.build, options.dump, number)
         self._folder = Folder()
         self._live = RunningPackage(self._folder.new(), self.build.files)
-        self._bind(piece)
+        self.piece = self._bound(piece)
 
-    def _bind(self, piece: Piece) -> None:
-        """Bind the package to the constants that the graph has now."""
+    def _bound(self, piece: Piece) -> Piece:
+        """The graph, to whose constants the package is bound now."""
         made = with_states(self.build, piece.graph)
         held = constants(made.program, made.totals)
         self._live.bind(lambda package: bind(package, nn.Module(), held, piece.lifted.held, move=False))
-        self.piece = piece
+        return piece
 
     def hold(self, new: Mapping[str, Tensor]) -> None:
         """Replace tensors of the model, by path, in all stages."""
@@ -84,7 +84,7 @@ class Captured:
         """What the traced graph returns for its flat arguments."""
         piece = self.piece.renewed(flat)
         if piece is not self.piece:
-            self._bind(piece)
+            self.piece = self._bound(piece)
         results = self._live.scheduler.run(piece.inputs(flat), self.chunks)
         types = piece.graph.types
         outputs = piece.graph.outputs

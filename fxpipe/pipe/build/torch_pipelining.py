@@ -70,8 +70,11 @@ class ChainStage(nn.Module):
     last: bool
     made: Any
 
-    def __init__(self, stage: Stage, program: Program, index: int, links: Sequence[Link], made: ModuleType) -> None:
+    def __init__(
+        self, stage: Stage, program: Program, index: int, links: Sequence[Link], made: ModuleType, training: bool
+    ) -> None:
         super().__init__()
+        self.training = training
         takes = links[index] if index else None
         seen = {} if takes is None else shapes_seen(program, takes.values)
         own = {
@@ -152,8 +155,7 @@ def chain_stages(
             )
         for path in kind.states:
             move_to(tensors[path], device)
-        chained = ChainStage(kind(tensors, held, device, calls), program, index, links, loaded)
-        chained.training = model.training
+        chained = ChainStage(kind(tensors, held, device, calls), program, index, links, loaded, model.training)
         before, after = (examples(program, made.sizes, link) for link in (links[index], links[index + 1]))
         yield chained, before, after
 

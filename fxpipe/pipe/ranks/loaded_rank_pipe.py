@@ -27,7 +27,7 @@ from fxpipe.ir.program.messages import load as load_table
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.pipe.build.compiled.compiled_stages import Backend
 from fxpipe.pipe.running_package import RunningPackage
-from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root, opened
+from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root, opened, with_target
 from fxpipe.runtime.stage import sources_of
 
 from .process_group import replica_process_group
@@ -35,7 +35,7 @@ from .rank_arguments import Given
 from .rank_calls import Header
 from .rank_consistency import agree
 from .rank_tensors import RankTensors
-from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
+from .ranks import Ranks, ranked, refuse_copy, refuse_pickle
 
 TEXT = (".py", ".json")  # files whose differences an error shows
 
@@ -53,10 +53,6 @@ class LoadedRanks(Loaded):
     _state: LoadedRanksState
     __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
 
-    def __init__(self, model: nn.Module, state: LoadedRanksState) -> None:
-        state.processes.refuse = weakly(self._refuse)
-        super().__init__(model, state)
-
     @property
     def world(self) -> World:
         """The ranks of this pipe, as `RankPipe.world`."""
@@ -73,12 +69,6 @@ class LoadedRanks(Loaded):
         """The number of this rank, as `RankPipe.place`."""
         return self._state.processes.place
 
-    def _refuse(self, _: Header, signatures: Given, error: BaseException) -> None:
-        """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
-        args, kwargs, target = signatures
-        inputs = self.package.inputs(*args, **self._named(kwargs, target))
-        ranked(self._state.live).run(inputs, self.package.CHUNKS, error=error)
-
 
 def load_on_rank(
     folder: Path, model: nn.Module, world: World, backend: Backend | None = None, check_inputs: bool = True
@@ -92,10 +82,12 @@ def load_on_rank(
 def _load_together(
     folder: Path, model: nn.Module, world: World, backend: Backend | None, check_inputs: bool
 ) -> LoadedRanks:
-    ranks = Ranks(world, check_inputs)
+    loaded = list[RunningPackage]()  # one, once it is there: nothing is called before
+    ranks = Ranks(world, check_inputs, partial(refuse, loaded), lambda: None)  # no values of others are gathered here
     error, made = None, None
     try:
         live = opened(folder, model, backend)
+        loaded.append(live)
         if (root := loss_root(live.package, model)) is not None:
             raise PackageError(
                 f"the loss of this package has tensors of its own, {root}...: with several ranks, make it a function "
@@ -117,6 +109,13 @@ def _load_together(
         raise error
     assert made is not None
     return made
+
+
+def refuse(loaded: Sequence[RunningPackage], _: Header, signatures: Given, error: BaseException) -> None:
+    """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
+    live, (args, kwargs, target) = loaded[0], signatures
+    inputs = live.package.inputs(*args, **with_target(live.package, kwargs, target))
+    ranked(live).run(inputs, live.package.CHUNKS, error=error)
 
 
 def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:

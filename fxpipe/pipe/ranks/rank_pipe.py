@@ -35,7 +35,9 @@ from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .parallelize import Function, Parallel
 from .process_group import number_pipe, replica_process_group
+from .rank_arguments import Given
 from .rank_builds import RankBuilds
+from .rank_calls import Header
 from .rank_consistency import on_each
 from .rank_tensors import RankTensors
 from .ranks import Ranks, ranked, refuse_pickle, weakly
@@ -48,6 +50,7 @@ from .stage_module import Part
 class RankPipeState(PipeState):
     """What a `RankPipe` has besides the model. `nothing`: among its parameters where it has none to train."""
 
+    kinds: RankBuilds
     processes: Ranks
     tensors: RankTensors
     nothing: NothingToTrain = field(default_factory=lambda: NothingToTrain(torch.empty(0)))
@@ -76,16 +79,20 @@ class RankPipe(Pipe):
     __reduce__ = refuse_pickle
 
     def __init__(self, model: nn.Module, options: Options, world: World, check_inputs: bool = True) -> None:
-        ranks = Ranks(world, check_inputs)
+        ranks = Ranks(world, check_inputs, weakly(self._refuse), weakly(self._release_others))
         kinds = RankBuilds(model, options, ranks)
-        ranks.refuse = weakly(kinds.refuse)
         tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))
-        ranks.release_others = weakly(tensors.release_others)
         kinds.cache.owners.update(tensors.known_owners())
         ranks.unsharded = shards_parameters(options)
         super().__init__(
             model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)
         )
+
+    def _refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
+        self._state.kinds.refuse(header, signatures, error)
+
+    def _release_others(self) -> None:
+        self._state.tensors.release_others()
 
     @property
     def world(self) -> World:

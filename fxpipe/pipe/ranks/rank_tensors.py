@@ -40,14 +40,14 @@ class RankTensors(Tensors):
 
     `replica_groups` returns, by the `id` of each tensor, the devices of the stage that owns it, or None before the
     model is cut. The leader holds the tensors that no stage uses. `known`: the paths of those that the model had when
-    it was spread. Every rank holds tensors that have been added since, until a call decides which stage has them.
+    it was spread, or None until then. Every rank holds tensors that have been added since, until a call decides which
+    stage has them.
     """
-
-    known: Collection[str] | None = None
 
     def __init__(self, model: nn.Module, ranks: Ranks, replica_groups: FindReplicaGroups) -> None:
         super().__init__(model)
         self.ranks, self.replica_groups = ranks, replica_groups
+        self.known: Collection[str] | None = None
 
     def held(self) -> dict[str, Tensor]:
         return self._on(lambda replica_group: self.ranks.world.label in replica_group) | self._added()

@@ -48,11 +48,9 @@ class Ranks(Processes):
     - `release_others`: lets go of the tensors that belong to other ranks.
     """
 
-    refuse: Refuse
-    release_others: Callable[[], None]
-
-    def __init__(self, world: World, check_inputs: bool = True) -> None:
+    def __init__(self, world: World, check_inputs: bool, refuse: Refuse, release_others: Callable[[], None]) -> None:
         super().__init__()
+        self.refuse, self.release_others = refuse, release_others
         self.world, self.calls, self.checks_inputs = world, RankCalls(world, check_inputs), check_inputs
         self.parallel: Parallel | None = None
         self.unsharded, self.sharded = False, frozenset[str]()

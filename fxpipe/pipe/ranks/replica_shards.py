@@ -97,7 +97,6 @@ class ReplicaShards(Parallel):
         for stage in scheduler.stages:
             if found := self.cut.intersection(stage.mutates):
                 raise FxpipeError(f"{min(found)} is written by forward in this call, and was sharded before")
-        scheduler.cut = self.cut
         scheduler.shards = self.exchange if scheduler.replicated else None
 
     @contextmanager

@@ -31,7 +31,7 @@ class Part(nn.Module):
         super().__init__()
         self.training = model.training
         take(model, self, own, {})
-        self.set_graded(())
+        object.__setattr__(self, "_graded", ())  # as in `set_graded`
 
     def set_graded(self, graded: Sequence[Graded]) -> None:
         """The gradients of the next backward."""

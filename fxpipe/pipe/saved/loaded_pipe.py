@@ -151,12 +151,7 @@ class Loaded(DropInModule):
         check_grad()
         if loss_fn is not None and (odd := difference(self.package.LOSS, rows(loss_fn))) is not None:
             raise InputError(f"{odd}; save another package after a step with it, or leave loss_fn out")
-        return self._inputs(args, self._named(kwargs, target))
-
-    def _named(self, kwargs: Mapping[str, Any], target: Any) -> Mapping[str, Any]:
-        """The keyword arguments of the package's `inputs` function: the model's, and the target."""
-        name = "loss_target" if "loss_target" in signature(self.package.inputs).parameters else "target"
-        return kwargs if target is NO_TARGET else {**kwargs, name: target}
+        return self._inputs(args, with_target(self.package, kwargs, target))
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.training != self.package.TRAINING:
@@ -200,6 +195,12 @@ class Loaded(DropInModule):
         """End the worker threads. A pipe that is garbage collected closes itself."""
         self._state.closed = True
         self._state.live.close()
+
+
+def with_target(package: ModuleType, kwargs: Mapping[str, Any], target: Any) -> Mapping[str, Any]:
+    """The keyword arguments of a package's `inputs` function: the model's, and the target."""
+    name = "loss_target" if "loss_target" in signature(package.inputs).parameters else "target"
+    return kwargs if target is NO_TARGET else {**kwargs, name: target}
 
 
 def load_here(folder: Path, model: nn.Module, backend: Backend | None = None) -> Loaded:

@@ -120,6 +120,10 @@ def dapple(problem: Problem) -> HybridPlan:
     return plan_of(problem, search.stages)
 
 
+Scored = tuple[tuple[bool, float], tuple[HybridStage, ...]]  # whether it lacks memory, and its seconds; its stages
+NOTHING: Scored = ((True, inf), ())
+
+
 class DappleSearch:
     """The prefixes found so far, and the best plan. It can be interrupted.
 
@@ -135,12 +139,9 @@ class DappleSearch:
         self.layers = len(problem.chain)
         self.work = [f + b for f, b in zip(problem.fast.forwards, problem.fast.backwards, strict=True)]
         self.lacked = self.ended = False
-        self._begin()
-        self._steps = self._search()
-
-    def _begin(self) -> None:
         self.open: list[dict[Counts, _Prefix]] = [{} for _ in range(self.layers)]
-        self.best: tuple[tuple[bool, float], tuple[HybridStage, ...]] = ((True, inf), ())
+        self.best = NOTHING
+        self._steps = self._search()
 
     def run(self, until: float = inf) -> bool:
         """Go on with the search until it ends (True) or until `until`, by `perf_counter` (False)."""
@@ -160,7 +161,7 @@ class DappleSearch:
         yield from self._all()
         if self.best[0][0] and self.recomputes:
             self.problem = replace(self.problem, capped=False)
-            self._begin()
+            self.open, self.best = [{} for _ in range(self.layers)], NOTHING
             yield from self._all()
 
     def _all(self) -> Iterator[None]:

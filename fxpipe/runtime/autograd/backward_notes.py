@@ -21,22 +21,30 @@ from fxpipe.torch_internals.pytrees import tree_leaves
 
 Note = Callable[[Exception], None]
 
-_now = threading.local()  # `note`: adds the note of the task that this thread runs
+
+class _Watching(threading.local):
+    """`note` adds the note of the task that a thread runs; None outside of `watching`."""
+
+    def __init__(self) -> None:
+        self.note: Note | None = None
+
+
+_watching = _Watching()
 
 
 @contextmanager
 def watching(note: Note) -> Iterator[None]:
     """Autograd functions that `watch` finds in this context call `note` with exceptions of their backward."""
-    _now.note = note
+    _watching.note = note
     try:
         yield
     finally:
-        _now.note = None
+        _watching.note = None
 
 
 def watch(results: Any, given: Any) -> None:
     """Watch the autograd functions between the tensors nested in `given` and those in `results`, inside `watching`."""
-    note: Note | None = getattr(_now, "note", None)
+    note = _watching.note
     if note is None or not torch.is_grad_enabled():
         return
     seen = {x.grad_fn for x in tree_leaves(given) if isinstance(x, Tensor)}

@@ -7,21 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Now(threading.local):
-    recomputing = False
+class _Recomputing(threading.local):
+    """Whether each thread recomputes, `now`."""
+
+    def __init__(self) -> None:
+        self.now = False
 
 
-_now = _Now()
+_recomputing = _Recomputing()
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
     """In this context `is_recomputing()` is True on this thread."""
-    before, _now.recomputing = _now.recomputing, True
+    before, _recomputing.now = _recomputing.now, True
     try:
         yield
     finally:
-        _now.recomputing = before
+        _recomputing.now = before
 
 
 def is_recomputing() -> bool:
@@ -39,4 +42,4 @@ def is_recomputing() -> bool:
     would be captured as a constant. The answer is False in the plain model, and while torch.utils.checkpoint inside of
     the model recomputes.
     """
-    return _now.recomputing
+    return _recomputing.now

@@ -50,6 +50,7 @@ class Offload:
         self._storages = [x.untyped_storage() for x in without]  # kept alive, so that their addresses stay unique
         self._without = {storage_key(storage) for storage in self._storages}
         self._last: Moved | None = None
+        self._hooks: saved_tensors_hooks | None = None  # while the context is entered: they refer to this
 
     def __enter__(self) -> Offload:
         self._last = None
@@ -58,9 +59,9 @@ class Offload:
         return self
 
     def __exit__(self, *error: object) -> None:
+        assert self._hooks is not None
         self._hooks.__exit__(*error)
-        self._last = None
-        del self._hooks
+        self._last = self._hooks = None
 
     def pack(self, tensor: Tensor) -> Moved | Tensor:
         """Start the tensor's move to the host, or, if it is not worth moving, keep it."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -56,6 +56,7 @@ class Saved:
         self._gone: deque[ref[Kept]] = deque()  # any thread that frees a tensor appends to it
         self._now = 0
         self._border: Collection[Node] | None = None
+        self._hooks: saved_tensors_hooks | None = None  # while the context is entered: they refer to this
         self.peak = 0
 
     @property
@@ -75,8 +76,9 @@ class Saved:
         return self
 
     def __exit__(self, *error: object) -> None:
+        assert self._hooks is not None
         self._hooks.__exit__(*error)
-        del self._hooks
+        self._hooks = None
 
     def keep(self, tensor: Tensor) -> Kept:
         """Counts the tensor for as long as the result lives. Autograd's hook; call it directly for tensors that are
@@ -89,10 +91,9 @@ class Saved:
             self._users[number] = self._users.get(number, 0) + 1
         self._now = now
         self.peak = max(self.peak, now)
-        kept = Kept(tensor)
         # Not __del__: Python runs signal handlers when a Python function begins, and an exception in __del__, such as
         # that of Ctrl-C, is lost. `append` is written in C.
-        kept.ref = ref(kept, self._gone.append)
+        kept = Kept(tensor, self._gone.append)
         self._kept[kept.ref] = memories
         return kept
 
@@ -126,14 +127,14 @@ class Saved:
 
 
 class Kept:
-    """Stands in for a tensor that autograd saves."""
+    """Stands in for a tensor that autograd saves. `gone` is called with `ref` once this is not needed any more."""
 
     __slots__ = ("__weakref__", "ref", "tensor", "version")
-    ref: ref[Kept]
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, gone: Callable[[ref[Kept]], object]) -> None:
         self.tensor: Tensor | None = tensor.detach()  # else an output and its node would keep each other alive
         self.version = version_of(self.tensor)
+        self.ref = ref(self, gone)
 
     def give(self) -> Tensor:
         if self.tensor is None:

@@ -41,9 +41,10 @@ class Run(NamedTuple):
 
 
 class _Recording(threading.local):
-    """The runs of the call that is recorded on this thread; None if none is."""
+    """The `runs` of the call that is recorded on this thread; None if none is."""
 
-    runs: list[Run] | None = None
+    def __init__(self) -> None:
+        self.runs: list[Run] | None = None
 
 
 _recording = _Recording()
