@@ -1,4 +1,4 @@
-"""The state of a kind of call, and of the current call."""
+"""The state of a kind of call, and an attempt at a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ Work = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
-class Kind:
+class CallKind:
     """A kind of call: its trace, and, after its dry pass, the graph that runs.
 
     - `touched`: the attributes that forward sets.
@@ -58,14 +58,14 @@ class Kind:
     rows: frozenset[int] = frozenset()
     fits: set[int | None] = field(default_factory=set)
 
-    def check_trace(self, now: Now, kept: Container[int]) -> None:
+    def check_trace(self, attempt: Attempt, kept: Container[int]) -> None:
         """Raise Refused if an op was traced that runs inside of Dynamo only, or that a stage does not run; or what
         stands for a list led elsewhere than it, in a submodule that is not kept whole."""
         traced = self.traced.module.graph
         floats = made_of_floats(traced) if self.traced.folded else None
         if refused := written_by_dynamo(traced) or derived(traced) or floats:
             raise refused
-        if refused := now.compared_type(kept):
+        if refused := attempt.compared_type(kept):
             raise refused
 
     @property
@@ -110,27 +110,40 @@ class Kind:
             self.fits.add(call.batch)
 
 
-@dataclass
-class Now:
-    """The current call.
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """The kind of call whose function an attempt has reached: the trace of that kind was right for the call.
 
-    - `beside`: the arguments of the captured function besides the model and tensors.
-    - `holders`: objects besides the model that it may change.
     - `flat`: what the trace was given.
-    - `snapshot`: the twin's attributes before the dry pass.
-    - `running`: whether the pipeline runs, so that errors come from it.
+    - `snapshot`: the twin's attributes before a dry pass; None if the pipeline runs, so that errors come from it.
+    """
+
+    kind: CallKind
+    flat: tuple[Any, ...]
+    snapshot: Snapshot | None
+
+    def fed(self, graph: Graph, call: Call) -> tuple[Any, ...]:
+        """The real values of the graph's inputs."""
+        assert self.kind.drafted is not None
+        return self.kind.written.kept(graph, feed(graph, self.kind.drafted, call, self.flat))
+
+
+@dataclass(eq=False)
+class Attempt:
+    """An attempt at a call.
+
+    - `arguments`: those of the captured function besides the model and tensors.
+    - `holders`: objects besides the model that it may change.
+    - `reached`: set by the function of a kind of call, which Dynamo calls; None if none was called.
     """
 
     call: Call
     request: RequestedCall
     twins: Twins
     run: Run | None
-    beside: tuple[Any, ...] = ()
-    holders: tuple[Any, ...] = ()
-    kind: Kind | None = None
-    flat: tuple[Any, ...] = ()
-    snapshot: Snapshot | None = None
-    running: bool = False
+    arguments: tuple[Any, ...]
+    holders: tuple[Any, ...]
+    reached: Reached | None = None
 
     def real(self, path: str, tensor: Tensor) -> Tensor:
         """The user's or the model's own tensor for a stand-in, any other tensor as it is."""
@@ -146,8 +159,10 @@ class Now:
         call = self.call
         return compared_type(self.twins, kept, call.rest, call.lists) if call.lists else None
 
-    def fed(self, graph: Graph) -> tuple[Any, ...]:
-        """The real values of the graph's inputs."""
-        assert self.kind is not None
-        assert self.kind.drafted is not None
-        return self.kind.written.kept(graph, feed(graph, self.kind.drafted, self.call, self.flat))
+
+class Passed(NamedTuple):
+    """An attempt that has come to an end."""
+
+    attempt: Attempt
+    reached: Reached
+    result: Any

@@ -56,7 +56,7 @@ from fxpipe.ir.graph.graph import Graph, Mixed, called
 from fxpipe.ir.sample_lists import BatchDim
 
 from .call_arguments import Arguments, Assumed, Call, Leaf, RequestedCall, with_numbers
-from .call_kinds import Kind, Now, Run, Sizes, Work
+from .call_kinds import Attempt, CallKind, Passed, Reached, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, ValuesOfOtherSamples, failed, no_ops, no_two_alike, refusals, without_frames
 from .finish_graph import Finished, Seen, finish, stand_ins
 from .model_exceptions import diagnosed
@@ -106,7 +106,7 @@ class CallCapture:
         self._routes = Routes(partial(dynamo, function, weakref.ref(self)), self.layers)
         self._traces = 0
         self._unguarded = self.twins.unguarded
-        self._now: Now | None = None
+        self._attempt: Attempt | None = None  # the one under way
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
@@ -128,18 +128,16 @@ class CallCapture:
     def run(self, request: RequestedCall, run: Run) -> Any:
         """The result of the captured function, computed by `run`."""
         with self._lock:
-            now, result = self._captured(request, run)
+            attempt, reached, result = self._captured(request, run)
             for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
-                if now.snapshot is not None:
-                    now, result = self._captured(request, run)
-            kind = now.kind
-            assert kind is not None
-            if now.snapshot is not None:
+                if reached.snapshot is not None:
+                    attempt, reached, result = self._captured(request, run)
+            if reached.snapshot is not None:
                 raise no_two_alike(self.model)
-            memo = now.call.objects.give_back(now.real)
-            for (_, name), touched in kind.touched.items():
-                self.twins.give_back(touched.holder, name, now.real, memo)
-            return change(result, now.real, memo=memo)
+            memo = attempt.call.objects.give_back(attempt.real)
+            for (_, name), touched in reached.kind.touched.items():
+                self.twins.give_back(touched.holder, name, attempt.real, memo)
+            return change(result, attempt.real, memo=memo)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. The model does not change, and runs only if submodules are kept whole."""
@@ -148,11 +146,11 @@ class CallCapture:
     def with_inputs(self, request: RequestedCall) -> tuple[Graph, tuple[Any, ...]]:
         """The graph of this kind of call of the captured function, and the real values of its inputs in this call."""
         with self._lock:
-            now, result = self._captured(request, None)
-            graph = self._finish(now, result, request).graph
-            return graph, now.fed(graph)
+            passed = self._captured(request, None)
+            graph = self._finish(passed, request).graph
+            return graph, passed.reached.fed(graph, passed.attempt.call)
 
-    def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
+    def _captured(self, request: RequestedCall, run: Run | None) -> Passed:
         """One call of the route. Raises the model's own exception for such a call, if it raises one, else
         CaptureError."""
         try:
@@ -171,7 +169,7 @@ class CallCapture:
         """The exception to raise for a refused call: the model's own, if it raises one."""
         return diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
-    def _attempted(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
+    def _attempted(self, request: RequestedCall, run: Run | None) -> Passed:
         """One call of the route, with fewer assumptions if it is refused. Raises what it raised for any number of
         samples."""
         before = self.assumed, [*self._signatures]
@@ -207,9 +205,9 @@ class CallCapture:
 
     def starts(self) -> None:
         """Called when the route begins to trace a new kind of call."""
-        assert self._now is not None
+        assert self._attempt is not None
         self._traces += 1
-        signature = signature_of(self._now.call, self.model.training)
+        signature = signature_of(self._attempt.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
             why = why_new(signature, self._signatures, "step" if self.loss else "call", self._has_set)
@@ -219,16 +217,15 @@ class CallCapture:
             self._works = True
             self._signatures.append(signature)
 
-    def _completed(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
+    def _completed(self, request: RequestedCall, run: Run | None) -> Passed:
         """One call of the route; after a dry pass, the graph of its kind is complete. If the graph is refused because a
         size depends on data, keep the submodule with this op whole and try again."""
-        now, result = self._pass(request, run)
-        if now.kind is None:
-            raise no_ops(self.model)
-        if now.snapshot is None:
-            return now, result
+        passed = self._pass(request, run)
+        attempt, kind = passed.attempt, passed.reached.kind
+        if passed.reached.snapshot is None:
+            return passed
         try:
-            if not self._finish(now, result, request).graph.ops:
+            if not self._finish(passed, request).graph.ops:
                 raise no_ops(self.model)
         except NoOps:
             raise
@@ -239,49 +236,47 @@ class CallCapture:
             with self.ways.without_values():
                 return self._completed(request, run)
         except CaptureError as error:
-            draft = now.kind.drafted if with_numbers(self.assumed, now.call) is None else None
+            draft = kind.drafted if with_numbers(self.assumed, attempt.call) is None else None
             if draft is not None and any(called(op) == "item" for op in draft.graph.ops) and self.ways.may("values"):
                 self.anew()
                 self.ways.used |= {"values"}
                 return self._completed(request, run)
             refused = refusal_of(error, draft, self.twins)
-            if refused is None or self._another_way(now, [refused]) is None:
+            if refused is None or self._another_way(attempt, [refused]) is None:
                 raise
             self.anew()
             return self._completed(request, run)
         self.pieces.tell()
-        now.kind.tell_unchecked(self._unchecked)
-        return now, result
+        kind.tell_unchecked(self._unchecked)
+        return passed
 
-    def _finish(self, now: Now, result: Any, request: RequestedCall) -> Finished:
+    def _finish(self, passed: Passed, request: RequestedCall) -> Finished:
         """Complete the graph of a kind of call after its dry pass."""
-        kind = now.kind
-        assert kind is not None
+        kind, call, result = passed.reached.kind, passed.attempt.call, passed.result
         assert kind.drafted is not None
-        if not kind.holds(now.call, self.sizes):
-            kind.check(now.call, self.sizes, self._told)
+        if not kind.holds(call, self.sizes):
+            kind.check(call, self.sizes, self._told)
             drafted = kind.drafted
-            if drafted.baked is not None and now.call.batch is not None:
-                first, sizes = self._dry_pass(now, result), self.sizes(now.call.batch)
-                again = lambda rows: self._dry_pass(*self._pass(request, None, rows))  # noqa: E731
+            if drafted.baked is not None and call.batch is not None:
+                first, sizes = self._dry_pass(passed), self.sizes(call.batch)
+                again = lambda rows: self._dry_pass(self._pass(request, None, rows))  # noqa: E731
                 kind.drafted, drafted, kind.rows = at_two_sizes(first, sizes, again, self.arguments.uncut)
             seen = Seen(result, kind.rebound, kind.set_to, self.twins.slots)
-            finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss, self.arguments.uncut)
+            finished = finish(drafted, kind.hollows, call, seen, self.reduce, self.loss, self.arguments.uncut)
             limits, changes = conditions(kind.traced, kind.drafted, kind.rows), bool(kind.given or kind.written.paths)
             kind.finished = replace(finished, graph=replace(finished.graph, conditions=limits, changes=changes))
-            kind.check(now.call, self.sizes, self._told)
+            kind.check(call, self.sizes, self._told)
         assert kind.finished is not None
         return kind.finished
 
-    def _dry_pass(self, now: Now, result: Any) -> DryPass:
-        kind, owner = now.kind, owner_of(self.model, self.twins)
-        assert kind is not None
+    def _dry_pass(self, passed: Passed) -> DryPass:
+        kind, flat = passed.reached.kind, passed.reached.flat
+        call, owner = passed.attempt.call, owner_of(self.model, self.twins)
         assert kind.drafted is not None
-        new = lambda traced: draft(owner, traced, now.flat, now.call)  # noqa: E731
-        return DryPass(now.call, kind.traced, kind.drafted, result, new)
+        return DryPass(call, kind.traced, kind.drafted, passed.result, lambda traced: draft(owner, traced, flat, call))
 
-    def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
-        """One call of the route, in which all tensors are hollow until `run` runs."""
+    def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> Passed:
+        """One call of the route, in which all tensors are hollow until `run` runs. Raises NoOps if it has no graph."""
         check_modes()
         self.twins.sync()
         if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
@@ -292,59 +287,63 @@ class CallCapture:
         self.layers.renew(self.twins)
         # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.assumed, self.twins.device, rows)
-        beside = self.twins.beside(*request.rest, *request.holders)
-        now = Now(call, request, self.twins, run, beside[: len(request.rest)], beside[len(request.rest) :])
+        twinned, count = self.twins.twinned(*request.rest, *request.holders), len(request.rest)
+        attempt = Attempt(call, request, self.twins, run, twinned[:count], twinned[count:])
         self.pieces.lists = bool(call.lists)
-        self._now, before = now, self._now
+        self._attempt, before = attempt, self._attempt
         self.ways.other_values = done = False
         try:
-            result = self._routed(now)
-            if now.kind is not None and now.snapshot is not None:
-                now.kind.rebound = self.twins.rebound(now.kind.past)
-                result = now.call.objects.shown(result)
-            elif now.kind is not None:
-                self.twins.give_back_buffers(now.kind.rebound.values(), now.real)
+            result = self._routed(attempt)
+            if (reached := attempt.reached) is None:
+                raise no_ops(self.model)
+            if reached.snapshot is not None:
+                reached.kind.rebound = self.twins.rebound(reached.kind.past)
+                result = call.objects.shown(result)
+            else:
+                self.twins.give_back_buffers(reached.kind.rebound.values(), attempt.real)
                 self.twins.reset(self.twins.buffers)  # `self.count += 1` sets the real one, which the run has written
-                self.twins.give_back_lists(now.real)
+                self.twins.give_back_lists(attempt.real)
             done = True
-            return now, result
+            return Passed(attempt, reached, result)
         finally:
-            self._now = before
-            if now.snapshot is not None or not done:
+            self._attempt, reached = before, attempt.reached
+            if not done or reached is None or reached.snapshot is not None:
                 self.twins.reset()
-                given = now.call.objects.restore()
-            if now.snapshot is not None and now.kind is not None:
-                now.kind.touched |= now.snapshot.restore()
-                self._has_set |= {f"{type(one.holder).__name__}.{name}" for (_, name), one in now.kind.touched.items()}
-                now.kind.given = given
+                given = call.objects.restore()
+            if reached is not None and reached.snapshot is not None:
+                kind = reached.kind
+                kind.touched |= reached.snapshot.restore()
+                self._has_set |= {f"{type(one.holder).__name__}.{name}" for (_, name), one in kind.touched.items()}
+                kind.given = given
 
-    def _routed(self, now: Now) -> Any:
+    def _routed(self, attempt: Attempt) -> Any:
         """The result of the route. A call that is refused though nothing is assumed of lengths is tried again as long
         as there is another way."""
-        tried: list[Refused] = []
+        call, tried = attempt.call, list[Refused]()
         before = dict(self.pieces.of)
         how: str | None = self.pieces.how
         others = 0
         while how is not None:
-            now.call.objects.restore()
+            call.objects.restore()
             try:
-                result = self._routes.first(self.twins.root, *now.call.given, *now.beside)
+                result = self._routes.first(self.twins.root, *call.given, *attempt.arguments)
             except Stale:
                 others += 1
                 self._routes.turn(others)
                 continue
             except Refused as refused:
-                refused = now.compared_type(self.pieces.whole) or refused
-                tried.append(refused.spelled(partial(size_of, now.call), how))
-                if refused.steered and self._diagnosed(tried[-1], now.call, now.request) is not tried[-1]:
+                refused = attempt.compared_type(self.pieces.whole) or refused
+                tried.append(refused.spelled(partial(size_of, call), how))
+                if refused.steered and self._diagnosed(tried[-1], call, attempt.request) is not tried[-1]:
                     break
             except Exception as error:
-                if isinstance(error, FxpipeError) or now.running:  # ours; or what the pipeline raised
+                runs = attempt.reached is not None and attempt.reached.snapshot is None
+                if isinstance(error, FxpipeError) or runs:  # ours; or what the pipeline raised
                     raise
                 tried.append(failed(error, how))
             else:
                 return result
-            how = None if with_numbers(self.assumed, now.call) else self._another_way(now, tried)
+            how = None if with_numbers(self.assumed, call) else self._another_way(attempt, tried)
             self.anew()
             self.layers.renew(self.twins)
         self.pieces.reset(before, self.twins)
@@ -352,48 +351,50 @@ class CallCapture:
 
     def input_of(self, stand_in: Tensor) -> Leaf | None:
         """The user's tensor in the current call."""
-        return None if self._now is None else self._now.call.leaves.get(id(stand_in))
+        return None if self._attempt is None else self._attempt.call.leaves.get(id(stand_in))
 
     def captured(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        kind, placed = Kind(traced), traced.placed
+        kind, placed = CallKind(traced), traced.placed
         assert placed is not None
         call_capture = weakref.ref(self)
 
         def compute(*flat: Any) -> tuple[Any, ...]:
             self = call_capture()
             assert self is not None
-            now = self._now
-            assert now is not None
-            now.kind, now.flat = kind, (flat := placed.flat(flat))
-            if not all(read.same(now.call) for read in (traced.read, traced.asserts.read) if read is not None):
+            attempt = self._attempt
+            assert attempt is not None
+            flat, call = placed.flat(flat), attempt.call
+            if not all(read.same(call) for read in (traced.read, traced.asserts.read) if read is not None):
                 self.ways.other_values = True
                 raise Stale
-            if now.run is None or not kind.holds(now.call, self.sizes):
-                return self._dry(kind, now, flat)
-            kind.check(now.call, self.sizes, self._told)
+            if attempt.run is None or not kind.holds(call, self.sizes):
+                return self._dry(kind, attempt, flat)
+            kind.check(call, self.sizes, self._told)
             assert kind.finished is not None
             kind.finished = finished = kind.finished.renewed(flat)
-            now.running = True
-            results = now.run(finished.graph, now.fed(finished.graph))
-            made = tuple(give(results, now.call, flat) for give in finished.gives)
-            return kind.written.copied(made, kind.drafted.outputs, now.call) if kind.drafted else made
+            attempt.reached = reached = Reached(kind, flat, None)
+            results = attempt.run(finished.graph, reached.fed(finished.graph, call))
+            made = tuple(give(results, call, flat) for give in finished.gives)
+            return kind.written.copied(made, kind.drafted.outputs, call) if kind.drafted else made
 
         return compute
 
-    def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _dry(self, kind: CallKind, attempt: Attempt, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
+        call = attempt.call
         if kind.drafted is None:
-            kind.check_trace(now, self.pieces.whole)
+            kind.check_trace(attempt, self.pieces.whole)
             failed = kind.failed_assertion
-            if failed is not None and self._diagnosed(failed, now.call, now.request) is not failed:
+            if failed is not None and self._diagnosed(failed, call, attempt.request) is not failed:
                 raise failed  # else the values are those of the whole batch, and sizes those of a micro-batch
             if self.transforms:
-                kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)
+                kind.traced = transformed(kind.traced, flat, call, self.twins.slots, self.transforms)
             owner = owner_of(self.model, self.twins)
-            kind.drafted, kind.written = drafted(owner, kind.traced, flat, now.call)
+            kind.drafted, kind.written = drafted(owner, kind.traced, flat, call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())
         # As late as possible, so that changes of other threads are not undone.
-        now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *now.holders))
+        snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *attempt.holders))
+        attempt.reached = Reached(kind, flat, snapshot)
         return kind.written.without(kind.hollows)

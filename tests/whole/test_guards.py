@@ -350,8 +350,8 @@ def as_before() -> Iterator[None]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One item for each capture from now on."""
     made: list[Any] = []
-    kind = capture_call.Kind
-    monkeypatch.setattr(capture_call, "Kind", lambda traced: made.append(traced) or kind(traced))
+    kind = capture_call.CallKind
+    monkeypatch.setattr(capture_call, "CallKind", lambda traced: made.append(traced) or kind(traced))
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fxpipe.capture.call_kinds import Now
+from fxpipe.capture.call_kinds import Attempt
 from fxpipe.capture.capture_errors import LOOKS_INTO_RESULT, Refused, failed
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.twins.twin import Twins
@@ -16,24 +16,24 @@ from .learn_outputs import learn
 from .opaque_submodules import Joins, Pieces, without_bound
 
 
-def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: list[Refused]) -> str | None:
+def another_way(pieces: Pieces, function: Callable[..., Any], attempt: Attempt, tried: list[Refused]) -> str | None:
     """Prepare the next way: first run forward once, because some libraries set things up in the first call; then keep
     the refused submodule whole, or the one around it. Returns the way in words, or None if there is no other. Ways that
     fail at once are added to `tried`."""
     refused = tried[-1]
     if pieces.warmed < len(pieces.of) and any(sign in str(refused) for sign in SIGNS):
         pieces.warmed = len(pieces.of)
-        warm(now.twins, now.call, pieces.of.values())
+        warm(attempt.twins, attempt.call, pieces.of.values())
         return "one graph, after forward ran once"
-    if refused.reason == LOOKS_INTO_RESULT and now.call.rows is None and pieces.joins:
+    if refused.reason == LOOKS_INTO_RESULT and attempt.call.rows is None and pieces.joins:
         pieces.joins = Joins(pieces.joins - 1)
-    elif not pieces.asked and not pieces.keep(now.twins, refused):
+    elif not pieces.asked and not pieces.keep(attempt.twins, refused):
         if refused.is_placed:
             tried.append(refused.in_no_submodule())
         return None
     while True:
         try:
-            odd = learn(pieces, function, now.call, now.twins, now.request.holders)
+            odd = learn(pieces, function, attempt.call, attempt.twins, attempt.request.holders)
         except Refused as error:
             tried.append(error)
             return None
@@ -43,7 +43,7 @@ def another_way(pieces: Pieces, function: Callable[..., Any], now: Now, tried: l
         if odd is None:
             return pieces.how
         tried.append(odd.refusal())
-        if not pieces.keep_around(now.twins, odd, tried[-1]):
+        if not pieces.keep_around(attempt.twins, odd, tried[-1]):
             return None
 
 

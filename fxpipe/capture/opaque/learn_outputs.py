@@ -172,7 +172,7 @@ def _real_call(
     """Twins with real tensors, these samples of the arguments, further arguments of the captured function, and the
     other objects that it may change."""
     running = twins.with_stand_ins(_copy)
-    beside = running.beside(*call.rest, *holders)
+    beside = running.twinned(*call.rest, *holders)
     given = tuple(change(part, lambda _, x: _cut(call, x, samples)) for part in call.given)
     return running, given, beside[: len(call.rest)], beside[len(call.rest) :]
 

@@ -141,7 +141,7 @@ class Twins:
         return {slot.path: slot.real for slot in self.slots if slot.real is not None}
 
     @property
-    def news(self) -> object:
+    def latest_change(self) -> object:
         """Another object whenever the user has changed something."""
         return self._watch
 
@@ -162,7 +162,7 @@ class Twins:
         made.sync()
         return made
 
-    def beside(self, *values: Any) -> tuple[Any, ...]:
+    def twinned(self, *values: Any) -> tuple[Any, ...]:
         """What is given to forward besides tensors, such as a loss function, with twins for what it reaches of the
         modules. Holds until it is asked for again."""
         copies = Copies(self.copies, self._beside)

@@ -97,7 +97,7 @@ class Layers:
         """Make leaves of the repeated layers that the twins have now."""
         self._twins = twins
         global_hooks = any(GLOBAL_HOOKS)
-        state = twins.news, self.on, self.off, len(self.left_out), global_hooks
+        state = twins.latest_change, self.on, self.off, len(self.left_out), global_hooks
         if self._state and all(a is b or a == b for a, b in zip(state, self._state, strict=True)):
             return
         self._state = state
