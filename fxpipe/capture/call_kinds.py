@@ -76,12 +76,12 @@ class CallKind:
             return None
         return Refused(line_of(node), "what this line asserts is not so", steered=True)
 
-    def tell_unchecked(self, told: set[str]) -> None:
-        """Warn of the user's assertions that are no part of the graph, and not `told`; of a library's, log it."""
+    def tell_unchecked(self, warned: set[str]) -> None:
+        """Warn of the user's assertions that are no part of the graph, and not in `warned`; log those of a library."""
         for node in self.traced.asserts.unknown:
             line = line_of(node)
-            if at(line) not in told:
-                told.add(at(line))
+            if at(line) not in warned:
+                warned.add(at(line))
                 text = f"{at(line)}is not checked in a pipe, as it is about values that parameters have made"
                 if line is None or re.search(INSTALLED, line.file):
                     log.info(text)
@@ -98,15 +98,15 @@ class CallKind:
         known = self.finished is not None
         return known and (not self.rows or call.batch is None or self.rows.issuperset(sizes(call.batch)))
 
-    def check(self, call: Call, sizes: Sizes, told: set[Mixed]) -> None:
-        """Raise CaptureError if the graph is not valid for the micro-batches of a call; warn of what is not `told`."""
+    def check(self, call: Call, sizes: Sizes, warned: set[Mixed]) -> None:
+        """Raise CaptureError if the graph is not valid for a call's micro-batches; warn of what is not in `warned`."""
         if call.batch in self.fits:
             return
         assert self.drafted is not None
         check_sizes(self.traced, self.drafted, call, sizes)
         if self.finished is not None:
             check_outputs(self.finished.graph, call.batch, sizes)
-            tell(self.finished.graph, call.batch, sizes, told)
+            tell(self.finished.graph, call.batch, sizes, warned)
             self.fits.add(call.batch)
 
 

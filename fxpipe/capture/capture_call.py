@@ -109,7 +109,7 @@ class CallCapture:
         self._attempt: Attempt | None = None  # the one under way
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
-        self._told: set[Mixed] = set()
+        self._warned: set[Mixed] = set()
         self._unchecked: set[str] = set()
         self._has_set: set[str] = set()
         self._lock = threading.RLock()
@@ -255,7 +255,7 @@ class CallCapture:
         kind, call, result = passed.reached.kind, passed.attempt.call, passed.result
         assert kind.drafted is not None
         if not kind.holds(call, self.sizes):
-            kind.check(call, self.sizes, self._told)
+            kind.check(call, self.sizes, self._warned)
             drafted = kind.drafted
             if drafted.baked is not None and call.batch is not None:
                 first, sizes = self._dry_pass(passed), self.sizes(call.batch)
@@ -265,7 +265,7 @@ class CallCapture:
             finished = finish(drafted, kind.hollows, call, seen, self.reduce, self.loss, self.arguments.uncut)
             limits, changes = conditions(kind.traced, kind.drafted, kind.rows), bool(kind.given or kind.written.paths)
             kind.finished = replace(finished, graph=replace(finished.graph, conditions=limits, changes=changes))
-            kind.check(call, self.sizes, self._told)
+            kind.check(call, self.sizes, self._warned)
         assert kind.finished is not None
         return kind.finished
 
@@ -370,7 +370,7 @@ class CallCapture:
                 raise Stale
             if attempt.run is None or not kind.holds(call, self.sizes):
                 return self._dry(kind, attempt, flat)
-            kind.check(call, self.sizes, self._told)
+            kind.check(call, self.sizes, self._warned)
             assert kind.finished is not None
             kind.finished = finished = kind.finished.renewed(flat)
             attempt.reached = reached = Reached(kind, flat, None)

@@ -52,7 +52,7 @@ from .drop_in_module import DropInModule, Forward, State, check_grad
 from .libraries.step_arguments import without_cache
 from .materialize import Init, materialize
 from .processes import Processes, StepOptions, Tensors
-from .ranks.rank_arguments import Given
+from .ranks.rank_arguments import CallArguments
 from .running_package import Scheduler
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Pipe(DropInModule):
         cache, processes = self._state.cache, self._state.processes
         processes.check_forward()
 
-        def call(given: Given) -> Any:
+        def call(given: CallArguments) -> Any:
             return cache.call(given[0], given[1], self._runner(None))
 
         return processes.call(call, (args, kwargs, NO_TARGET), "forward")
@@ -144,7 +144,7 @@ class Pipe(DropInModule):
         """
         cache, processes = self._state.cache, self._state.processes
 
-        def call(given: Given) -> Any:
+        def call(given: CallArguments) -> Any:
             check_grad()
             check_step(outputs=outputs, scaler=scaler, timeline=timeline)
             processes.check_scaler(scaler)
@@ -191,7 +191,7 @@ class Pipe(DropInModule):
             self._state.rehearsed = made, replace(rehearsed(made, chunks, times), memory=memory)
             return outputs
 
-        def call(given: Given) -> None:
+        def call(given: CallArguments) -> None:
             check_grad()
             check_step(rounds=rounds)
             cache.step_capture.step(*given, loss_fn, False, run)
@@ -221,7 +221,7 @@ class Pipe(DropInModule):
         captures again, with the loss; parameters stay where they are. The model may be on the meta device."""
         cache, processes = self._state.cache, self._state.processes
 
-        def call(given: Given) -> None:
+        def call(given: CallArguments) -> None:
             with timed("capture"):
                 graph, inputs = cache.call_capture.with_inputs(RequestedCall(given[0], given[1]))
             made, kind = self._state.kinds.agree(graph, inputs)

@@ -15,7 +15,7 @@ from fxpipe.engines.rehearsal.action_profiler import Rehearsed, rehearse
 from fxpipe.ir.timeline import Timeline
 
 from .fork_lock import Lock
-from .ranks.rank_arguments import Given
+from .ranks.rank_arguments import CallArguments
 from .running_package import RunningPackage
 
 
@@ -55,7 +55,7 @@ class Processes:
     def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
         return self.collect(value, call)
 
-    def call(self, call: Callable[[Given], Any], given: Given, name: str = "prepare") -> Any:
+    def call(self, call: Callable[[CallArguments], Any], given: CallArguments, name: str = "prepare") -> Any:
         with self.lock:
             return call(given)
 

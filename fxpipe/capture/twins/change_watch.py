@@ -72,8 +72,8 @@ class Watch:
             start += length
         return list({id(item): item for item in found}.values())
 
-    def told(self, owner: Any, name: str, value: Any) -> None:
-        """An attribute was set, which is no news."""
+    def keep(self, owner: Any, name: str, value: Any) -> None:
+        """Take an attribute that a call has set for unchanged."""
         if self.starts is None:
             ends = accumulate(self.lengths)
             rows = zip(self.owners, self.lengths, ends, strict=True)

@@ -357,7 +357,7 @@ class Twins:
             own[name] = value = change(own[name], real, memo=memo)
             if original is not holder:
                 vars(original)[name] = value = Originals(self._beside).of(value)
-                self._watch.told(original, name, value)
+                self._watch.keep(original, name, value)
         elif original is not holder:
             vars(original).pop(name, None)
 

@@ -295,14 +295,14 @@ class Step(Batches):
         if roots:
             add_gradients(roots, given)
         if self.fresh[j]:
-            self.settle(j)
+            self.unshare_gradients(j)
         found = [kept.args[place].grad for place in self.engine.gradients[j].takes.values()]
         return found[0] if len(found) == 1 else found
 
     def given(self, j: int, kept: Kept, found: list[Any]) -> Any:
         """The gradients of stage j's arguments, as backward returns them; those of inputs are put where they wait."""
         if self.fresh[j]:
-            self.settle(j)
+            self.unshare_gradients(j)
         if self.leaves:
             for place, grad in zip(self.engine.gradients[j].takes.values(), found, strict=True):
                 arg = kept.args[place] if kept.args else None
@@ -340,9 +340,9 @@ class Step(Batches):
         else:
             weight_gradient(self.weights.pop((j, i)))
         if self.fresh[j]:
-            self.settle(j)
+            self.unshare_gradients(j)
 
-    def settle(self, j: int) -> None:
+    def unshare_gradients(self, j: int) -> None:
         """Give the first gradients of stage j's parameters memory of their own: later ones are added in place."""
         unshare(self.fresh[j])
         self.fresh[j] = [stand_in for stand_in in self.fresh[j] if stand_in.grad is None]

@@ -31,7 +31,7 @@ from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root, opened
 from fxpipe.runtime.stage import sources_of
 
 from .process_group import replica_process_group
-from .rank_arguments import Given
+from .rank_arguments import CallArguments
 from .rank_calls import Header
 from .rank_consistency import agree
 from .rank_tensors import RankTensors
@@ -111,7 +111,7 @@ def _load_together(
     return made
 
 
-def refuse(loaded: Sequence[RunningPackage], _: Header, signatures: Given, error: BaseException) -> None:
+def refuse(loaded: Sequence[RunningPackage], _: Header, signatures: CallArguments, error: BaseException) -> None:
     """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
     live, (args, kwargs, target) = loaded[0], signatures
     inputs = live.package.inputs(*args, **with_target(live.package, kwargs, target))

@@ -13,7 +13,7 @@ from fxpipe.engines.ranks.input_checksums import checksum
 from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.errors import RankError
 
-Given = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
+CallArguments = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
 
 
 def on_meta(path: str, tensor: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def on_meta(path: str, tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def glance(given: Given) -> tuple[Any, ...] | None:
+def glance(given: CallArguments) -> tuple[Any, ...] | None:
     """A summary of the arguments: shapes, types and plain values; None if there are other kinds of arguments. Comparing
     summaries is ten times as fast as pickling."""
     args, kwargs, target = given
@@ -37,7 +37,7 @@ def glance(given: Given) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def filled(signatures: Given, given: Given) -> Given:
+def filled(signatures: CallArguments, given: CallArguments) -> CallArguments:
     """The arguments of this rank; those that are left out or None are the leader's, from `signatures`."""
 
     def stand_in(value: Any, theirs: Any) -> Any:
@@ -54,7 +54,7 @@ def filled(signatures: Given, given: Given) -> Given:
     )
 
 
-def check_same(given: Given, signatures: Given, rank: int) -> None:
+def check_same(given: CallArguments, signatures: CallArguments, rank: int) -> None:
     """Raise RankError if a tensor's shape, type or need of a gradient differs from the leader's."""
     ours, theirs = tensors_in(given), tensors_in(signatures)
     for path in ours.keys() & theirs.keys():
@@ -72,13 +72,13 @@ def check_same(given: Given, signatures: Given, rank: int) -> None:
             )
 
 
-def checksums(given: Given) -> dict[str, Tensor | int]:
+def checksums(given: CallArguments) -> dict[str, Tensor | int]:
     """The checksum of each tensor that this rank was given, by path, on the tensor's device."""
     found = {path: checksum(tensor) for path, tensor in tensors_in(given).items()}
     return {path: value for path, value in found.items() if value is not None}
 
 
-def tensors_in(given: Given) -> dict[str, Tensor]:
+def tensors_in(given: CallArguments) -> dict[str, Tensor]:
     """The tensors among the arguments, by path."""
     args, kwargs, target = given
     named = {**{f"argument {at}": arg for at, arg in enumerate(args)}, **kwargs, "target": target}

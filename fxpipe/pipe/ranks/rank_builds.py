@@ -39,7 +39,7 @@ from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.runtime import Stage
 
-from .rank_arguments import Given
+from .rank_arguments import CallArguments
 from .rank_calls import NEW, Header
 from .rank_consistency import agree, described, digest, on_each
 from .ranks import Ranks, ranked, weakly
@@ -97,7 +97,7 @@ class RankBuilds:
             self.ranks.release_others()
         return live
 
-    def refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
+    def refuse(self, header: Header, signatures: CallArguments, error: BaseException) -> None:
         """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
         if header.kind == NEW:
             agree(self.world, None, error)

@@ -43,7 +43,7 @@ from fxpipe.errors import RankError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime.random import new_seed
 
-from .rank_arguments import Given, check_same, checksums, filled, glance, on_meta
+from .rank_arguments import CallArguments, check_same, checksums, filled, glance, on_meta
 
 NEW = -1  # the number of a kind of call that is new
 
@@ -82,8 +82,10 @@ class Header:
 
 UNHEARD = Header(failed="not heard")  # while waiting for the header: the leader may be lost
 
-Call = Callable[[Given], Any]
-Refuse = Callable[[Header, Given, BaseException], object]  # takes part in the call, and reports this rank's error
+Call = Callable[[CallArguments], Any]
+Refuse = Callable[
+    [Header, CallArguments, BaseException], object
+]  # takes part in the call, and reports this rank's error
 
 
 class RankCalls:
@@ -98,7 +100,7 @@ class RankCalls:
 
     From one call to the next:
 
-    - `signatures`: meta tensors with the shapes of the leader's arguments; `told`: the same, pickled, on the leader.
+    - `signatures`: meta tensors with the shapes of the leader's arguments; `sent`: the same, pickled, on the leader.
     - `seen`: a summary of this rank's own arguments.
     """
 
@@ -107,16 +109,16 @@ class RankCalls:
         self.given: Callable[[], Unread] = dict
         self.header, self.waits, self.joined, self.name = Header(), False, False, "step"
         self.target = False
-        self.signatures: Given = (), {}, None
-        self.told: bytes | None = None
+        self.signatures: CallArguments = (), {}, None
+        self.sent: bytes | None = None
         self.seen: tuple[Any, ...] | None = None
 
-    def make(self, call: Call, given: Given, refuse: Refuse, name: str = "step") -> Any:
+    def make(self, call: Call, given: CallArguments, refuse: Refuse, name: str = "step") -> Any:
         """Make a call together with all ranks; returns its result."""
         self.joined, self.name, self.target = False, name, given[2] is not None and given[2] is not NO_TARGET
         compares = self.check_inputs and name != "prepare"
 
-        def checked(whole: Given) -> Any:
+        def checked(whole: CallArguments) -> Any:
             self.given = partial(checksums, given) if compares else dict
             return call(whole)
 
@@ -210,30 +212,30 @@ class RankCalls:
         self.joined = True
         return header
 
-    def _lead(self, call: Call, given: Given) -> Any:
-        self.header, news = Header(target=self.target, call=self.name), self._news(given)
+    def _lead(self, call: Call, given: CallArguments) -> Any:
+        self.header, shapes = Header(target=self.target, call=self.name), self._changed_shapes(given)
         try:
-            if news is not None:
-                self.world.tell(*self.world.others, data=pickle.dumps(replace(self.header, given=news)))
+            if shapes is not None:
+                self.world.tell(*self.world.others, data=pickle.dumps(replace(self.header, given=shapes)))
             with self.world.interrupts.let_in():
                 return call(given)
         except BaseException as error:
             if not self.joined:  # no header was sent yet
-                self.told = self.seen = None
+                self.sent = self.seen = None
                 failed = pickle.dumps(replace(self.header, failed=describe(error)))
                 self.world.tell(*self.world.others, data=failed)
             raise
 
-    def _news(self, given: Given) -> bytes | None:
+    def _changed_shapes(self, given: CallArguments) -> bytes | None:
         """The shapes of the leader's arguments, pickled; None if they are those of the last call."""
         seen = glance(given)
         if seen is not None and seen == self.seen:
             return None
-        signatures, before = pickle.dumps(change(given, on_meta)), self.told
-        self.told, self.seen = signatures, seen
+        signatures, before = pickle.dumps(change(given, on_meta)), self.sent
+        self.sent, self.seen = signatures, seen
         return None if signatures == before else signatures
 
-    def _follow(self, call: Call, given: Given, refuse: Refuse) -> Any:
+    def _follow(self, call: Call, given: CallArguments, refuse: Refuse) -> Any:
         """Make the call on a rank that is not the leader. If this rank's arguments have the shapes of the last call, it
         begins at once with the leader's shapes of the last call, and the header is received later. If an announcement
         says that the leader's shapes have changed, the call is repeated with the new ones."""

@@ -35,7 +35,7 @@ from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .parallelize import Function, Parallel
 from .process_group import number_pipe, replica_process_group
-from .rank_arguments import Given
+from .rank_arguments import CallArguments
 from .rank_builds import RankBuilds
 from .rank_calls import Header
 from .rank_consistency import on_each
@@ -88,7 +88,7 @@ class RankPipe(Pipe):
             model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)
         )
 
-    def _refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
+    def _refuse(self, header: Header, signatures: CallArguments, error: BaseException) -> None:
         self._state.kinds.refuse(header, signatures, error)
 
     def _release_others(self) -> None:

@@ -25,7 +25,7 @@ from fxpipe.pipe.processes import Processes, StepOptions
 from fxpipe.pipe.running_package import RunningPackage
 
 from .parallelize import Parallel
-from .rank_arguments import Given
+from .rank_arguments import CallArguments
 from .rank_calls import Call, RankCalls, Refuse
 from .rank_consistency import on_each
 from .released_tensors import trim
@@ -58,7 +58,7 @@ class Ranks(Processes):
         self.number = world.open.made
         self._left = weakref.finalize(self, world.open.leave, self.number)
 
-    def call(self, call: Call, given: Given, name: str = "prepare") -> Any:
+    def call(self, call: Call, given: CallArguments, name: str = "prepare") -> Any:
         if self.parallel is not None and name == "rehearse":
             raise FxpipeError("rehearse is for whole parameters, of a pipe by itself: call it before parallelize")
         beside = nullcontext() if self.parallel is None or name == "prepare" else self.parallel.call(name == "step")

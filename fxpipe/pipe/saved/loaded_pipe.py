@@ -24,7 +24,7 @@ from fxpipe.pipe.build.compiled.compiled_stages import Backend
 from fxpipe.pipe.drop_in_module import DropInModule, Forward, State, check_grad
 from fxpipe.pipe.options.option_table import check_accumulate
 from fxpipe.pipe.processes import Processes, StepOptions, Tensors
-from fxpipe.pipe.ranks.rank_arguments import Given
+from fxpipe.pipe.ranks.rank_arguments import CallArguments
 from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.runtime import Stage
 
@@ -90,7 +90,7 @@ class Loaded(DropInModule):
         processes = self._state.processes
         processes.check_forward()
 
-        def call(given: Given) -> tuple[Any, ...]:
+        def call(given: CallArguments) -> tuple[Any, ...]:
             return self._take(self._call_inputs(given), None)
 
         return self.package.result(*processes.call(call, (args, kwargs, NO_TARGET)))
@@ -111,7 +111,7 @@ class Loaded(DropInModule):
         the function that was saved, with the same constants."""
         processes = self._state.processes
 
-        def call(given: Given) -> tuple[Any, ...]:
+        def call(given: CallArguments) -> tuple[Any, ...]:
             processes.check_scaler(scaler)
             inputs = self._step_inputs(given, loss_fn, outputs)
             self._bind_loss(loss_fn)
@@ -127,7 +127,7 @@ class Loaded(DropInModule):
             self._state.timeline = timeline
         return found
 
-    def _call_inputs(self, given: Given) -> Any:
+    def _call_inputs(self, given: CallArguments) -> Any:
         """The flat inputs of a call. Raises InputError if the package is not for such a call, and FxpipeError under a
         mode of torch that would reach only some stages."""
         check_modes()
@@ -140,7 +140,7 @@ class Loaded(DropInModule):
             )
         return self._inputs(given[0], given[1])
 
-    def _step_inputs(self, given: Given, loss_fn: Callable[..., Any] | None, outputs: bool) -> Any:
+    def _step_inputs(self, given: CallArguments, loss_fn: Callable[..., Any] | None, outputs: bool) -> Any:
         """The flat inputs of a step. Raises as `_call_inputs`, and InputError for another loss function."""
         check_modes()
         args, kwargs, target = given

@@ -9,12 +9,12 @@ import torch
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.errors import RankError
-from fxpipe.pipe.ranks.rank_arguments import Given, check_same, glance
+from fxpipe.pipe.ranks.rank_arguments import CallArguments, check_same, glance
 
 X = torch.zeros(4, 2)
 
 
-def call(*args: Any, target: Any = NO_TARGET, **kwargs: Any) -> Given:
+def call(*args: Any, target: Any = NO_TARGET, **kwargs: Any) -> CallArguments:
     return args, kwargs, target
 
 
@@ -29,7 +29,7 @@ def test_other_values_look_the_same() -> None:
         call(X.clone().requires_grad_(), flag=True), call(X, flag=1), call(X, other=True), call(X, flag=True, target=X),
     ],
 )  # fmt: skip
-def test_other_looks(other: Given) -> None:
+def test_other_looks(other: CallArguments) -> None:
     assert glance(call(X, flag=True)) != glance(other)
 
 

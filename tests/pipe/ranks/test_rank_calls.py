@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxpipe.errors import RankError
-from fxpipe.pipe.ranks.rank_arguments import Given
+from fxpipe.pipe.ranks.rank_arguments import CallArguments
 from fxpipe.pipe.ranks.rank_calls import Header, RankCalls
 from fxpipe.runtime.interrupts import InterruptShield
 
@@ -43,17 +43,17 @@ class Two:
         self.refused: list[str] = []
         self.told: list[int] = []
 
-    def lead(self, given: Given, kind: int = 0) -> Any:
+    def lead(self, given: CallArguments, kind: int = 0) -> Any:
         return self.ranks[0].make(lambda given: self.take(0, given, kind), given, self.refuse)
 
-    def follow(self, given: Given, kind: int = 0) -> Any:
-        def call(given: Given) -> Any:
+    def follow(self, given: CallArguments, kind: int = 0) -> Any:
+        def call(given: CallArguments) -> Any:
             self.tried.append(list(given[0][0].shape))
             return self.take(1, given, kind)
 
         return self.ranks[1].make(call, given, self.refuse)
 
-    def take(self, rank: int, given: Given, kind: int) -> Any:
+    def take(self, rank: int, given: CallArguments, kind: int) -> Any:
         if rank == 0:
             self.told.append(self.ranks[0].world.told)
         if given[1]:
@@ -61,15 +61,15 @@ class Two:
         scheduler = SimpleNamespace(random=False, run=lambda batch, chunks, scale, seed, given: (batch, chunks, seed))
         return self.ranks[rank].take(scheduler, given[0], 4, kind)[0]
 
-    def refuse(self, header: Header, looks: Given, error: BaseException) -> None:
+    def refuse(self, header: Header, looks: CallArguments, error: BaseException) -> None:
         self.refused.append(f"{header.kind} {list(looks[0][0].shape)} {error}")
 
 
-def batch(rows: int, **kwargs: Any) -> Given:
+def batch(rows: int, **kwargs: Any) -> CallArguments:
     return (torch.zeros(rows, 2),), kwargs, None
 
 
-NOTHING: Given = (), {}, None
+NOTHING: CallArguments = (), {}, None
 
 
 def test_looks_are_told_where_they_are_new() -> None:
@@ -118,7 +118,7 @@ def test_another_rank_is_interrupted_before_it_has_heard_of_new_shapes() -> None
     two.follow(NOTHING)
     two.lead(batch(6), kind=3)
 
-    def interrupted(given: Given) -> None:
+    def interrupted(given: CallArguments) -> None:
         raise KeyboardInterrupt("now")
 
     with pytest.raises(KeyboardInterrupt):

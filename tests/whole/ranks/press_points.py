@@ -31,7 +31,7 @@ from tests.whole.ranks.cases import SOON, apart, chain
 Place = tuple[Any, str]
 IN_STEPS: tuple[Place, ...] = (
     (RankCalls, "make"),
-    (RankCalls, "_news"),
+    (RankCalls, "_changed_shapes"),
     (RankCalls, "tell"),
     (RankCalls, "_listen"),
     (RankCalls, "_read"),
