@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpipe.engines.transports.mailbox import Transport
 from fxpipe.ir.schedule.schedule import Action
@@ -19,8 +18,7 @@ Row = tuple[tuple[Action, Method], ...]
 Rows = Mapping[str, Row]  # the actions of each worker, by its label
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What is decided before a step; where stages have replicas, before the step of one worker.
 
     - `engine`: the scheduler; `place`: where its stages run.
