@@ -65,7 +65,7 @@ def _png(picture: Picture) -> bytes:
     try:
         import cairosvg
     except ImportError:
-        raise FxpipeError("a .png needs cairosvg: pip install cairosvg; .svg and .html need nothing") from None
+        raise FxpipeError("a .png needs cairosvg: pip install 'fxpipe[png]'; .svg and .html need nothing") from None
     except OSError as error:  # the library that it loads
         raise FxpipeError(f"a .png needs the library cairo ({error}); .svg and .html need nothing") from None
     return bytes(cairosvg.svg2png(bytestring=picture.svg().encode(), scale=PNG_SCALE))

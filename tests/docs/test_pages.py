@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 QUICK = {"README.md", "docs/start.md", "docs/index.md"}
-NEEDS = {"docs/tutorials/hugging_face.md": "transformers"}  # what no extra brings
+NEEDS = {"docs/tutorials/hugging_face.md": "transformers"}  # of the extra `hf`, which tests do without
 
 
 def with_code(name: str) -> bool:

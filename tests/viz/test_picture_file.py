@@ -148,7 +148,7 @@ def test_other_formats(name: str, says: str, tmp_path: Path, monkeypatch: pytest
 
 def test_without_a_renderer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    with pytest.raises(FxpipeError, match="needs cairosvg: pip install cairosvg;"):
+    with pytest.raises(FxpipeError, match=r"needs cairosvg: pip install 'fxpipe\[png\]';"):
         LINE.draw(tmp_path / "step.png")
     assert not list(tmp_path.iterdir())
 

@@ -23,7 +23,7 @@ def run(top: argparse.ArgumentParser, shell: str) -> None:
     try:
         import shtab
     except ImportError:
-        raise FxpipeError("fxpipe completion needs shtab: pip install shtab") from None
+        raise FxpipeError("fxpipe completion needs shtab: pip install 'fxpipe[completion]'") from None
     for action in _actions(top):
         if action.type is Path or action.dest in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

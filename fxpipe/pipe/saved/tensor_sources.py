@@ -119,7 +119,7 @@ def open_safetensors(path: Path) -> Source:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise CheckpointError(f"to read {path}, pip install safetensors") from None
+        raise CheckpointError(f"to read {path}, pip install 'fxpipe[hf]'") from None
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
