@@ -280,7 +280,8 @@ class Parallel:
         for held, stand_in in pairs:
             if stand_in.grad is not None:
                 parameter, layout = self.owners[id(held)]
-                grad = stand_in.grad if layout is None else layout.whole(stand_in.grad)
+                grad, stand_in.grad = stand_in.grad, None
+                grad = grad if layout is None else layout.whole(grad)
                 known = found.get(id(parameter))
                 found[id(parameter)] = parameter, grad if known is None else known[1] + grad
         for parameter, grad in self._returned(self.lent.gradients()):

@@ -54,18 +54,20 @@ class Carrier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, *ctx.grads
+        grads, ctx.grads = ctx.grads, ()
+        return None, *grads
 
 
-def add_through(module: nn.Module, part: Part, graded: Sequence[Graded], averaged: Sequence[nn.Parameter] = ()) -> None:
+def add_through(module: nn.Module, part: Part, graded: list[Graded], averaged: Sequence[nn.Parameter] = ()) -> None:
     """Add gradients to those of the part's parameters, by a backward of `module`, which wraps the part. `averaged`: the
     parameters that DistributedDataParallel waits for: those that have no gradient in this step, or have been frozen
-    since, get zeros for it, and are left as they were."""
+    since, get zeros for it, and are left as they were. Empties `graded`: autograd copies what anyone else holds."""
     given = {id(parameter) for parameter, _ in graded}
     idle = [(p, p.grad, p.requires_grad) for p in averaged if id(p) not in given]
     for parameter, _, _ in idle:
         parameter.requires_grad_(True)
     part.set_graded([*graded, *((p, torch.zeros_like(p)) for p, _, _ in idle)])
+    graded.clear()
     try:
         loss = module()
         part.set_graded(())

@@ -56,3 +56,14 @@ def test_gradients_go_through() -> None:
     torch.testing.assert_close(layer.weight.grad, 2 * grad)
     assert layer.bias.grad is None
     add_through(part, part, [])
+
+
+def test_gradients_are_not_copied() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    graded = [(layer.weight, torch.tensor([[1.0, 2.0]]))]
+    memory = graded[0][1].data_ptr()
+    part = Part(layer, ids(layer.weight))
+    add_through(part, part, graded)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.data_ptr() == memory
+    assert not graded
