@@ -111,14 +111,14 @@ def ours(work: Workload, schedule: str, far: bool = False) -> tuple[Step, nn.Mod
     model, (x, y) = here(work)
     os.environ[SWITCH] = str(int(not far))
     stages = work.stages if schedule == "interleaved" else RANKS
-    split_at = [str(k * work.stages // stages) for k in range(1, stages)]
+    cut = [str(k * work.stages // stages) for k in range(1, stages)]
     pipe = fxpipe.compile(
         model,
         RANKS,
         work.chunks,
         schedule=schedule,
         checkpoint="never",
-        split_at=split_at,
+        cut=cut,
         timeout=301 if far else 300,  # ranks meet once for each
     )
 

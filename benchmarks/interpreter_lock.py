@@ -64,7 +64,7 @@ def pipe_step(kind: str, devices: Sequence[int], chunks: int) -> Iterator[Run]:
     work = Workload(stages=len(devices), chunks=chunks, rows=1, width=4, depth=1)
     labels = [f"{kind}:{index}" for index in devices]
     splits = [str(stage) for stage in range(1, work.stages)]
-    options: dict[str, Any] = {"schedule": "1f1b", "checkpoint": "never", "split_at": splits}
+    options: dict[str, Any] = {"schedule": "1f1b", "checkpoint": "never", "cut": splits}
     with closing(fxpipe.compile(work.model(), labels, chunks, **options)) as pipe:
         x = work.batch()[0].to(labels[0] if kind != CPU else CPU)
         pipe.step(x, loss_fn=squares)

@@ -100,7 +100,7 @@ def counted(work: Workload, route: str, checkpoint: str) -> tuple[int, ...]:
         devices=[f"cpu:{s}" for s in range(work.stages)],
         chunks=work.chunks,
         checkpoint=checkpoint,
-        split_at=[str(s) for s in range(1, work.stages)],
+        cut=[str(s) for s in range(1, work.stages)],
         schedule="gpipe" if route == CALL else route,
     )
     x, y = work.batch()

@@ -71,10 +71,8 @@ def torchgpipe_step(checkpoint: str) -> Step:
 
 def fxpipe_step(checkpoint: str) -> Step:
     devices = [f"cpu:{stage}" for stage in range(STAGES)]
-    split_at = [str(stage) for stage in range(1, STAGES)]
-    return training_step(
-        fxpipe.compile(tiny_model(), devices=devices, chunks=CHUNKS, checkpoint=checkpoint, split_at=split_at)
-    )
+    cut = [str(stage) for stage in range(1, STAGES)]
+    return training_step(fxpipe.compile(tiny_model(), devices=devices, chunks=CHUNKS, checkpoint=checkpoint, cut=cut))
 
 
 def candidates() -> dict[str, Step]:

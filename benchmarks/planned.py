@@ -149,7 +149,7 @@ def needs(family: Family, size: Size, training: Training) -> tuple[Need, ...]:
         Cluster.of(labels, gpu=ANY),
         chunks=training.chunks,
         checkpoint="always" if training.recompute else "never",
-        balance="memory",
+        cut="memory",
         parameter_copies=family.copies,
     )
     return counted(family, graph, decided, profile, training)

@@ -88,7 +88,7 @@ class Setting:
             "chunks": self.chunks,
             "schedule": self.schedule,
             "checkpoint": self.checkpoint,
-            "split_at": [case.uneven] if self.cut == "uneven" else quarters,
+            "cut": [case.uneven] if self.cut == "uneven" else quarters,
         }
 
 

@@ -42,6 +42,6 @@ def _refusal(program: Program, move: Move) -> PlanError:
     return PlanError(
         f"{move.value}, {program.types[move.value]}{place} goes from stage {move.source}, {here}, to stage "
         f"{move.target}, {there}, and cannot be cut between samples: it is made of all samples of a slice, or "
-        "numbers them. Give both stages as many devices, or cut the model where something else crosses (split_at=, "
-        "balance=)"
+        "numbers them. Give both stages as many devices, or cut the model where something else crosses "
+        "(cut=)"
     )

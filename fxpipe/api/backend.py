@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.pipe.build.compiled_graph import Compiled, Way
 
 # The options of `fxpipe.compile` that apply to the backend.
-OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "memory_limit", "plan", "balance", "split_at", "batch_dim",
+OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "memory_limit", "plan", "cut", "batch_dim",
            "reduce", "deferred_batch_norm", "dump")  # fmt: skip
 HEADERS = ("graph", "line", "ops", "batch", "stages", "micro-batches", "why")
 numbers = itertools.count()
@@ -45,7 +45,7 @@ def backend(
     the batch; as plain code if it has fewer ops with parameters than there are stages, or cannot be captured:
     `fxpipe.backend.report()` says which, and why. The model's tensors do not move; stages on other devices have copies.
 
-    `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, memory_limit, plan, balance, split_at,
+    `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, memory_limit, plan, cut,
     batch_dim (by the name of the input's variable in the traced graph), reduce, deferred_batch_norm, dump. Invalid
     options raise PlanError when the compiled model is called. `mode` must be None.
     """

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 # Parameters of `compile` that are not in Options.
 ASIDE = ("model", "example_inputs", "group", "timeout", "check_inputs", "unknown")
-CHECKPOINT, SCHEDULE, BALANCE, PROFILE = map(Default, ("except_last", "gpipe", "time", "estimate"))
+CHECKPOINT, SCHEDULE, CUT, PROFILE = map(Default, ("except_last", "gpipe", "time", "estimate"))
 
 
 def compile(
@@ -74,8 +74,7 @@ def compile(
     replicas: Sequence[int] | None = None,
     warmup: Sequence[int] | None = None,
     offload: Collection[int] = (),
-    balance: str | Sequence[int] = BALANCE,
-    split_at: Sequence[str] = (),
+    cut: str | Sequence[int] | Sequence[str] = CUT,
     plan: Plan | Planned | Replanned | str | Path | None = None,
     strategy: RequestedCall | None = None,
     profile: str | Profile = PROFILE,
@@ -127,10 +126,10 @@ def compile(
       CPU workers need a limit. If nothing fits, the error says what would.
     - `offload`: a set of numbers of stages on accelerators, as in `{0}`: in `step()`, their activations wait for
       backward in host memory.
-    - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of blocks of
-      each stage. Blocks are the children of an `nn.Sequential`, or modules such as "encoder.layers.3" and "head"; if
-      the list does not add up, the error names them.
-    - `split_at`: in place of `balance`, the modules that begin a stage, as in `["encoder.3", "head"]`.
+    - `cut`: "time" (makes the slowest stage as fast as possible), "memory", a list of the modules that begin a stage,
+      as in `["encoder.3", "head"]`, or a list with the number of blocks of each stage. Blocks are the children of an
+      `nn.Sequential`, or modules such as "encoder.layers.3" and "head"; if the list does not add up, the error names
+      them.
     - `schedule`: the order of `step()`; docs/guides/schedules.md has a picture of each. With one stage on each device:
       "gpipe", "1f1b" (early backward), "1f1b-late" (more forwards before it), "zb-h1" and "zb-h2" (backward in two
       halves). With several: "interleaved", "looped-bfs", "zb-v", "dualpipe-v". "auto": the one with the shortest
@@ -267,7 +266,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         labels = stage_devices(labels, schedule, given["stages_per_device"])
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
-        "warmup", "checkpoint", "balance", "profile", "batch_dim", "dynamic", "reduce", "deferred_batch_norm",
+        "warmup", "checkpoint", "cut", "profile", "batch_dim", "dynamic", "reduce", "deferred_batch_norm",
         "compile_stages", "transforms", "passes", "backward", "overlap_pairs", "memory_limit",
     )  # fmt: skip
     options = Options(
@@ -275,7 +274,6 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         chunks=chunks,
         schedule=schedule,
         offload=frozenset(given["offload"]),
-        split_at=given["split_at"],
         cluster=cluster,
         plan=chosen,
         dump=Path(folder) if folder else None,

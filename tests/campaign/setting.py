@@ -89,7 +89,7 @@ def drawn(rng: Random, flags: frozenset[str], modules: Sequence[str] = (), *, ra
         options = options_of(rng, called)
         if modules and rng.random() < 0.15:
             begins = sorted(rng.sample(range(len(modules)), min(len(modules), rng.randint(1, 3))))
-            options |= {"devices": len(begins) + 1, "split_at": [modules[k] for k in begins], "balance": "time"}
+            options |= {"devices": len(begins) + 1, "cut": [modules[k] for k in begins]}
         settings.append(Setting(options | reduce, tuple(runs)))
     for turn in range(3):
         runs = [Run("step", batch_of(rng)) for _ in range(2)]
@@ -129,7 +129,7 @@ def options_of(rng: Random, chunks: int) -> dict[str, Any]:
         "devices": devices,
         "chunks": chunks,
         "checkpoint": checkpoint,
-        "balance": rng.choice(["time", "time", "memory"]),
+        "cut": rng.choice(["time", "time", "memory"]),
     }
 
 

@@ -66,7 +66,7 @@ def candidates(subject: Subject) -> Iterator[Subject]:
             {"devices": 2},
             {"chunks": 2},
             {"chunks": 1},
-            {"balance": "time"},
+            {"cut": "time"},
         ]
         for option in plain:
             said = option.keys() <= setting.options.keys() and dict(setting.options) | option != setting.options

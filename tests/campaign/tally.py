@@ -59,7 +59,7 @@ class Tally:
             self.pipes[setting.kind] += 1
             schedule = setting.options.get("schedule", "gpipe")
             self.pipes["random order" if isinstance(schedule, int) else schedule] += setting.step
-            self.pipes["split_at"] += "split_at" in setting.options
+            self.pipes["cut at modules"] += isinstance(setting.options.get("cut"), list)
 
     @property
     def bad(self) -> int:

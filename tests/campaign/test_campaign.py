@@ -64,7 +64,7 @@ def test_all_pieces_and_settings_are_drawn() -> None:
     assert {run.what for one in drawn for run in one.runs} == set(setting.WHAT)
     assert {one.options.get("schedule") for one in drawn} >= {*setting.NAMES, "auto"}
     assert {one.kind for one in drawn} >= {"replicas", "strategy"}
-    assert any("split_at" in one.options for one in drawn)
+    assert any(isinstance(one.options.get("cut"), list) for one in drawn)
     assert any(isinstance(one.options.get("schedule"), int) for one in drawn)
 
 

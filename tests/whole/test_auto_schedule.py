@@ -25,8 +25,8 @@ def norm() -> nn.Module:
     ("make", "shape", "options"),
     [
         (small, (4, 4), {"devices": 3, "chunks": 2}),
-        (small, (4, 4), {"devices": 2, "chunks": 2, "balance": [1, 1]}),
-        (small, (4, 4), {"devices": 2, "chunks": 2, "split_at": ["1"]}),
+        (small, (4, 4), {"devices": 2, "chunks": 2, "cut": [1, 1]}),
+        (small, (4, 4), {"devices": 2, "chunks": 2, "cut": ["1"]}),
         (small, (4, 4), {"devices": 2, "chunks": 4, "warmup": (2, 1)}),
         (small, (4, 4), {"devices": 2, "chunks": 2, "checkpoint": {1}}),
         (norm, (2, 4, 4), {"devices": 4, "replicas": (2, 1, 1), "chunks": 1, "checkpoint": "always"}),

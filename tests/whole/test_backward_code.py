@@ -130,7 +130,7 @@ class Image(nn.Module):
 def test_memory_may_have_any_layout(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, shape = kind().double(), (8, 6, 8) if kind is Turned else (8, 4, 6, 6)
-    pipe, x = fxpipe.compile(model, 2, 4, backward="code", split_at=["norm"]), torch.randn(shape, dtype=torch.float64)
+    pipe, x = fxpipe.compile(model, 2, 4, backward="code", cut=["norm"]), torch.randn(shape, dtype=torch.float64)
     for order in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
         twin = copy.deepcopy(model)
         for net in (model, twin):
@@ -289,7 +289,7 @@ class Halves(nn.Module):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_view_is_held_with_all_of_its_memory_until_forward_runs_again(checkpoint: str) -> None:
-    options: dict[str, Any] = {"schedule": "gpipe", "split_at": ["second"], "checkpoint": checkpoint}
+    options: dict[str, Any] = {"schedule": "gpipe", "cut": ["second"], "checkpoint": checkpoint}
     pipe = fxpipe.compile(Halves().double(), 2, 4, backward="code", **options)
     pipe.step(torch.randn(8, 2, 4, dtype=torch.float64), loss_fn=lambda y: y.square().mean(), timeline=True)
     assert any("after" in stage.takes for stage in pipe.build.program.stages)

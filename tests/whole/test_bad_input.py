@@ -36,7 +36,7 @@ class Net(nn.Module):
         ({"chunks": 0}, "chunks is 0"),
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes'"),
         ({"checkpoint": {5}}, r"the stages \[5\]"),
-        ({"split_at": ["encoder.1", "head"]}, "make 3 stages, but there are 2 devices"),
+        ({"cut": ["encoder.1", "head"]}, "makes 3 stages, but there are 2 devices"),
         ({"schedule": "2f2b"}, r"schedule is '2f2b': write 'gpipe', '1f1b', .*; did you mean '1f1b'\?"),
     ],
 )
@@ -48,8 +48,8 @@ def test_options(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": [1, 1]}, r"adds up to 2"),
-        ({"split_at": ["encoder.9"]}, "'encoder.9', which is no module"),
+        ({"cut": [1, 1]}, r"adds up to 2"),
+        ({"cut": ["encoder.9"]}, "'encoder.9', which is no module"),
         ({"devices": 40}, "40 stages"),
     ],
 )

@@ -90,7 +90,7 @@ def make() -> Iterator[Make]:
 
     def pipe(kind: type[nn.Module] = Net, devices: Devices = APART, **options: Any) -> fxpipe.Pipe:
         torch.manual_seed(0)
-        made.append(fxpipe.compile(kind().double(), devices, CHUNKS, **{"split_at": SPLIT} | options))
+        made.append(fxpipe.compile(kind().double(), devices, CHUNKS, **{"cut": SPLIT} | options))
         return made[-1]
 
     yield pipe
@@ -236,7 +236,7 @@ def test_a_value_is_copied_once_to_each_device(mode: str, tmp_path: Path, monkey
     x = DATA["floats"][1]
     devices = ["cuda:0", "cuda:1", "cuda:2", "cuda:2"]
     hollow = fxpipe.compile(
-        Net().double().to("meta"), devices, CHUNKS, checkpoint=mode, split_at=SPLIT, example_inputs=x.to("meta")
+        Net().double().to("meta"), devices, CHUNKS, checkpoint=mode, cut=SPLIT, example_inputs=x.to("meta")
     )
     write(hollow.files, tmp_path)
     package = load_package(tmp_path)

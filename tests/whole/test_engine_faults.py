@@ -203,8 +203,8 @@ def subjects() -> Iterator[Callable[..., Subject]]:
             squares(model(X), Y).backward()
             wanted = [parameter.grad.clone() for parameter in model.parameters()]
             model.zero_grad()
-            split_at = [f"{j}" for j in (1, 2, 3)]
-            pipe = fxpipe.compile(model, devices, CHUNKS, schedule=schedule, checkpoint=checkpoint, split_at=split_at)
+            cut = [f"{j}" for j in (1, 2, 3)]
+            pipe = fxpipe.compile(model, devices, CHUNKS, schedule=schedule, checkpoint=checkpoint, cut=cut)
             made[config] = Subject(pipe, wanted, [])
             made[config].pipe.step(X, target=Y, loss_fn=squares)
             made[config].actions = actions_of(made[config])
@@ -463,7 +463,7 @@ def test_what_fails_inside_of_a_vmap_leaves_it() -> None:
     """Else the thread of that stage stays in it, where the autograd functions of recomputation fail."""
     model, twin = Mapped(), Mapped()
     twin.load_state_dict(model.state_dict())
-    pipe = fxpipe.compile(twin, devices=2, chunks=2, split_at=["head"])
+    pipe = fxpipe.compile(twin, devices=2, chunks=2, cut=["head"])
     model(X).square().sum().backward()
 
     def check() -> None:

@@ -52,7 +52,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def pipe(model: nn.Module) -> Iterator[fxpipe.Pipe]:
-    pipe = fxpipe.compile(model, devices=3, chunks=4, split_at=["middle", "last"], example_inputs=X)
+    pipe = fxpipe.compile(model, devices=3, chunks=4, cut=["middle", "last"], example_inputs=X)
     yield pipe
     pipe.close()
 
@@ -86,7 +86,7 @@ def test_explain(pipe: fxpipe.Pipe) -> None:
 
 
 def test_portals_are_named() -> None:
-    pipe = fxpipe.compile(Net(), 4, 4, split_at=["middle", "middle.2", "last"], example_inputs=X)
+    pipe = fxpipe.compile(Net(), 4, 4, cut=["middle", "middle.2", "last"], example_inputs=X)
     assert "portal: skip, from stage 0 to stage 2" in pipe.explain().splitlines()
     assert list(pipe.trail) == ["cut", "portals", "tie_weights", "recompute"]
     portals = [move.value for move in pipe.trail["portals"].moves if move.portal]
@@ -129,7 +129,7 @@ def test_dump(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     folder = tmp_path / "made"
     if way == "FXPIPE_DUMP":
         monkeypatch.setenv(way, str(folder))
-    pipe = fxpipe.compile(model, 3, 4, split_at=["middle", "last"], dump=folder if way == "dump=" else None)
+    pipe = fxpipe.compile(model, 3, 4, cut=["middle", "last"], dump=folder if way == "dump=" else None)
     pipe(X)
     steps = ["00-capture.txt", "01-cut.txt", "02-portals.txt", "03-tie-weights.txt", "04-recompute.txt"]
     package = ["__init__.py", "plan.json", "scheduler.py", "stage0.py", "stage1.py", "stage2.py"]
@@ -298,9 +298,9 @@ def test_a_plan_from_a_file(pipe: fxpipe.Pipe, model: nn.Module, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"balance": [1, 4, 1]}, [2, 5, 1]),
-        ({"balance": [4, 1, 1]}, [5, 2, 1]),
-        ({"split_at": ["middle.1", "drop"]}, [3, 2, 3]),
+        ({"cut": [1, 4, 1]}, [2, 5, 1]),
+        ({"cut": [4, 1, 1]}, [5, 2, 1]),
+        ({"cut": ["middle.1", "drop"]}, [3, 2, 3]),
     ],
 )
 def test_balance_by_hand(model: nn.Module, options: dict[str, object], wanted: list[int]) -> None:
@@ -326,10 +326,10 @@ class Lopsided(nn.Module):
 
 def test_balance_by_memory_is_not_balance_by_time() -> None:
     cuts = {}
-    for balance in ("time", "memory"):
-        pipe = fxpipe.compile(Lopsided(), 2, 2, balance=balance, example_inputs=torch.ones(4096, 64))
+    for cut in ("time", "memory"):
+        pipe = fxpipe.compile(Lopsided(), 2, 2, cut=cut, example_inputs=torch.ones(4096, 64))
         peaks = [max(held for _, held in steps) for steps in pipe.build.timeline.memory]
-        cuts[balance] = sizes(pipe), max(peaks)
+        cuts[cut] = sizes(pipe), max(peaks)
         pipe.close()
     assert cuts["time"][0] != cuts["memory"][0]
     assert cuts["memory"][1] < cuts["time"][1]
@@ -356,7 +356,7 @@ def test_a_measured_profile_of_a_step() -> None:
 
 
 def test_predicted_beside_measured(model: nn.Module) -> None:
-    pipe = fxpipe.compile(model, devices=2, chunks=4, checkpoint="always", schedule="1f1b", split_at=["middle"])
+    pipe = fxpipe.compile(model, devices=2, chunks=4, checkpoint="always", schedule="1f1b", cut=["middle"])
     with pytest.raises(fxpipe.FxpipeError, match=r"call pipe.step\(..., timeline=True\) first"):
         pipe.compare()
     with pytest.raises(fxpipe.FxpipeError, match=r"call pipe.step\(..., timeline=True\) first"):

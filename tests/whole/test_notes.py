@@ -105,7 +105,7 @@ class Overwrites(nn.Module):
 def test_backward_without_a_line_of_the_users() -> None:
     line = Overwrites.forward.__code__.co_firstlineno + 1
     model = nn.Sequential(nn.Linear(2, 2), Overwrites())
-    with closing(fxpipe.compile(model, 2, 2, balance=[1, 1], checkpoint="always")) as pipe:
+    with closing(fxpipe.compile(model, 2, 2, cut=[1, 1], checkpoint="always")) as pipe:
         for run in (lambda x: pipe.step(x, loss_fn=torch.mean), lambda x: pipe(x).mean().backward()):
             with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
                 run(torch.rand(4, 2))
@@ -137,14 +137,14 @@ def test_batch_norm_of_one_sample_names_chunks(batch: int, chunks: int, best: in
 
 def test_batch_norm_of_one_sample_on_each_replica() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    with closing(fxpipe.compile(model, devices=3, chunks=4, replicas=(2, 1), balance=[2, 1])) as pipe:
+    with closing(fxpipe.compile(model, devices=3, chunks=4, replicas=(2, 1), cut=[2, 1])) as pipe:
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training") as caught:
             pipe.step(torch.rand(8, 3), loss_fn=torch.sum)
         assert notes(caught.value)[1] == (
             "BatchNorm in training needs two samples or more, and a micro-batch has one on each of the 2 replicas of "
             "stage 0 here: write chunks=2 or less for a batch of 8"
         )
-    with closing(fxpipe.compile(model, devices=3, chunks=2, replicas=(2, 1), balance=[2, 1])) as pipe:
+    with closing(fxpipe.compile(model, devices=3, chunks=2, replicas=(2, 1), cut=[2, 1])) as pipe:
         pipe.step(torch.rand(8, 3), loss_fn=torch.sum)
 
 

@@ -120,7 +120,7 @@ def test_a_number_is_a_size_of_what_a_stage_makes() -> None:
             return self.last(h.new_ones(len(x), times, 4) * h[:, None]).sum(1)
 
     model, x = Repeats().double(), torch.randn(6, 4, dtype=torch.float64)
-    pipe = fxpipe.compile(model, 2, 3, split_at=["last"], schedule="1f1b")
+    pipe = fxpipe.compile(model, 2, 3, cut=["last"], schedule="1f1b")
     for times in (3, 4, 5):
         torch.testing.assert_close(pipe(x, times), model(x, times))
         loss = pipe.step(x, times, loss_fn=lambda out: out.square().mean())

@@ -154,7 +154,7 @@ class Hidden(nn.Module):
 def test_a_stage_without_code_is_in_no_pair_and_explain_says_so(pairs: list[str]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), Hidden(), nn.Linear(8, 8)).double()
-    pipe = fxpipe.compile(net, 2, 6, schedule="1f1b", backward="code", overlap_pairs=True, split_at=["2"])
+    pipe = fxpipe.compile(net, 2, 6, schedule="1f1b", backward="code", overlap_pairs=True, cut=["2"])
     x = torch.randn(12, 8, dtype=torch.float64)
     with pytest.warns(UserWarning, match="kept whole"):
         pipe.step(x, target=x, loss_fn=F.mse_loss)

@@ -114,7 +114,7 @@ def test_a_device_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": [1, 1]}, "balance beside strategy: the strategy says where everything runs"),
+        ({"cut": [1, 1]}, "cut beside strategy: the strategy says where everything runs"),
         ({"replicas": (2,)}, "replicas beside strategy"),
         ({"schedule": "zb-v"}, "schedule is 'zb-v'; with a strategy, write one of gpipe, 1f1b"),
         ({"schedule": "f1b1"}, "schedule is 'f1b1': write"),

@@ -46,7 +46,7 @@ def make() -> Iterator[Make]:
     def pipe(schedule: str, kind: type[nn.Module] = Net, chunks: int = CHUNKS, **options: Any) -> fxpipe.Pipe:
         torch.manual_seed(0)
         model = kind().double()
-        made.append(fxpipe.compile(model, SCHEDULES[schedule], chunks, schedule=schedule, split_at=SPLIT, **options))
+        made.append(fxpipe.compile(model, SCHEDULES[schedule], chunks, schedule=schedule, cut=SPLIT, **options))
         return made[-1]
 
     yield pipe

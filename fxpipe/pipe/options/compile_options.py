@@ -24,6 +24,7 @@ from fxpipe.ir.units import count
 from fxpipe.passes import Pass
 from fxpipe.pipe.build.compiled.device_graphs import NAME, device_graphs, refusal
 from fxpipe.pipe.options.option_forms import Default
+from fxpipe.planning.stages.manual_cuts import begins
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
@@ -53,8 +54,7 @@ class Options:
     warmup: tuple[int, ...] | None = None
     checkpoint: str | frozenset[int] | tuple[str, ...] = Default("except_last")
     offload: frozenset[int] = frozenset()
-    balance: str | tuple[int, ...] = "time"
-    split_at: tuple[str, ...] = ()
+    cut: str | tuple[int, ...] | tuple[str, ...] = "time"
     profile: str | Profile = "estimate"
     cluster: Cluster | None = None
     plan: Plan | PlanFile | None = None
@@ -93,10 +93,10 @@ def check(options: Options) -> Options:
                 f"offload names stage {s}, which is on {options.devices[s]}: what a stage keeps is moved from an "
                 "accelerator to host memory; leave it out, or recompute with checkpoint="
             )
-    if options.split_at and len(options.split_at) != n - 1:
+    if (names := begins(options.cut)) is not None and len(names) != n - 1:
         raise PlanError(
-            f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
-            f"but there are {n} devices: name {count(n - 1, 'module', 'modules')}"
+            f"cut names {count(len(names), 'module', 'modules')}, which makes {len(names) + 1} stages, but there are "
+            f"{n} devices: name {count(n - 1, 'module', 'modules')}"
         )
     if options.checkpoint != AUTO and options.memory_limit is not None:
         raise PlanError(

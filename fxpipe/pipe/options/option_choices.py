@@ -57,15 +57,15 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
     if not isinstance(mode, str):
         mode = "except_last" if mode else "never"
     return replace(
-        options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), balance="time",
-        split_at=(), replicas={first: ()},
+        options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), cut="time",
+        replicas={first: ()},
     )  # fmt: skip
 
 
 def _may_have_fewer_stages(options: Options) -> bool:
     """Whether no option but the number of devices depends on the number of stages."""
-    said = options.ranks or options.warmup or options.offload or options.split_at or options.plan or options.place
-    names = (options.schedule, options.checkpoint, options.balance)
+    said = options.ranks or options.warmup or options.offload or options.plan or options.place
+    names = (options.schedule, options.checkpoint, options.cut)
     return not said and options.schedule in ("gpipe", "1f1b", AUTO) and all(isinstance(name, str) for name in names)
 
 

@@ -14,7 +14,7 @@ from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.schedules.make_schedule import SPLIT
 
 SAID_BY_STRATEGY = (
-    "plan", "replicas", "stages_per_device", "balance", "split_at", "offload", "profile", "deferred_batch_norm",
+    "plan", "replicas", "stages_per_device", "cut", "offload", "profile", "deferred_batch_norm",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def refuse_beside_plan(plan: Plan | PlanFile, given: Mapping[str, Any]) -> None:
     """Raise PlanError if one of the `given` options contradicts the plan."""
     for name, (holds, says) in _said_by(plan).items():
         asked = given.get(name)
-        if asked is not None and asked not in (holds, (), frozenset()):
+        if asked is not None and asked not in (holds, frozenset()):
             raise PlanError(
                 f"{name} is {_shown(asked)}, and the plan says {says}: leave out {name}, or change the plan, as in its "
                 "JSON file"
@@ -115,8 +115,7 @@ def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:
         "offload": (offloaded, f"{sorted(offloaded)}" if offloaded else "that nothing waits in host memory"),
         "replicas": (tuple(len(stage.devices) for stage in placed), replica_groups),
         "stages_per_device": (None, replica_groups),
-        "balance": (None, stages),
-        "split_at": (None, stages),
+        "cut": (None, stages),
         "deferred_batch_norm": (plan.deferred_batch_norm, str(plan.deferred_batch_norm)),
     }
 

@@ -94,8 +94,7 @@ def like(plan: Plan, options: Options) -> Options:
         warmup=None,
         checkpoint=AUTO if options.checkpoint == AUTO else tuple(stage.checkpoint for stage in stages),
         offload=frozenset(index for index, stage in enumerate(stages) if stage.offload),
-        balance="time",
-        split_at=(),
+        cut="time",
         replicas={stage.device: stage.replicas for stage in stages},
         deferred_batch_norm=plan.deferred_batch_norm,
     )

@@ -65,7 +65,7 @@ class Diagnosis:
         """Plan again with the times of this step. Returns the fastest plan that fits in memory, for
         `fxpipe.compile(model, plan=...)`, with its predicted step time and that of the plan that ran.
 
-        Only the borders between stages change, also those that were chosen by `balance=` or `split_at=`. Devices,
+        Only the borders between stages change, also those that were chosen by `cut=`. Devices,
         micro-batches, schedule, recomputation, offload and replicas stay. A step tells how long a stage takes, not an
         op: the time of a stage is divided among its ops as the profile predicted. If the profile is far off for one op
         of a stage, replan again after a step with the new plan and the new profile:
@@ -124,7 +124,7 @@ def _imbalance(found: Diagnosis) -> str:
     return (
         f"{most}, with {found.stages_on(most)}, computes {show_seconds(work[most])}, the mean of all devices is "
         f"{show_seconds(sum(work.values()) / len(work))}: let fxpipe cut again by the times of this step "
-        "(pipe.diagnose().replan()), or by those of each op (balance='time', profile='measure'), or give that stage "
+        "(pipe.diagnose().replan()), or by those of each op (cut='time', profile='measure'), or give that stage "
         "more devices with replicas=."
     )
 

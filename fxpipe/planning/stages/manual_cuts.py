@@ -18,16 +18,29 @@ from fxpipe.ir.graph.module_blocks import Block, blocks
 from .balance import Cuts
 
 
+def begins(cut: str | Sequence[int] | Sequence[str]) -> tuple[str, ...] | None:
+    """The modules that begin a stage; None if the cut is of another form. An empty list names none: one stage."""
+    names = tuple(one for one in cut if isinstance(one, str))
+    return None if isinstance(cut, str) or len(names) < len(cut) else names
+
+
+def cuts_by_hand(graph: Graph, cut: Sequence[int] | Sequence[str], k: int) -> Cuts:
+    """Cuts into k stages, by numbers of blocks or names of modules. Raises PlanError if they do not fit, or a cut is
+    illegal."""
+    names = begins(cut)
+    return cuts_by_blocks(graph, [int(one) for one in cut], k) if names is None else cuts_at(graph, names, k)
+
+
 def cuts_by_blocks(graph: Graph, counts: Sequence[int], k: int) -> Cuts:
     """Cuts into k stages of `counts` blocks each. Raises PlanError if the counts do not fit, or a cut is illegal."""
     found = blocks(graph)
-    asked = f"balance={list(counts)}"
+    asked = f"cut={list(counts)}"
     if len(counts) != k:
         raise PlanError(f"{asked} is for {len(counts)} stages, but there are {k} devices")
     if min(counts) < 1:
         raise PlanError(f"{asked} has a stage without blocks; each needs at least one")
     if sum(counts) != len(found):
-        example = f"for example balance={_even(len(found), k)}" if k <= len(found) else f"at most {len(found)} stages"
+        example = f"for example cut={_even(len(found), k)}" if k <= len(found) else f"at most {len(found)} stages"
         raise PlanError(
             f"{asked} adds up to {sum(counts)}, but {graph.model} has {len(found)} blocks ({_some(found)}): {example}"
         )
@@ -51,10 +64,8 @@ def _block_at(found: Sequence[Block], position: int) -> Block:
 def cuts_at(graph: Graph, paths: Sequence[str], k: int) -> Cuts:
     """Cuts into k stages, before the first op of each module. Raises PlanError if the paths do not fit, or a cut is
     illegal."""
-    if isinstance(paths, str):
-        raise PlanError(f"split_at is the text {paths!r}: write a list, split_at=[{paths!r}]")
     if len(paths) + 1 != k:
-        raise PlanError(f"split_at={list(paths)} makes {len(paths) + 1} stages, but there are {k} devices")
+        raise PlanError(f"cut={list(paths)} makes {len(paths) + 1} stages, but there are {k} devices")
     first: dict[str, int] = {}
     for position, op in enumerate(graph.ops):
         for path in accumulate(op.origin.module.split("."), lambda a, b: f"{a}.{b}"):
@@ -62,11 +73,11 @@ def cuts_at(graph: Graph, paths: Sequence[str], k: int) -> Cuts:
     first.pop("", None)
     for path in paths:
         if path not in first:
-            raise PlanError(f"split_at names {path!r}, which is no module that {graph.model} runs{_close(path, first)}")
+            raise PlanError(f"cut names {path!r}, which is no module that {graph.model} runs{_close(path, first)}")
     starts = sorted((first[path], path) for path in paths)
     for (p, path), (q, other) in pairwise([(0, "the start"), *starts]):
         if p == q:
-            raise PlanError(f"split_at: there is no op between {path} and {other}, so a stage would be empty")
+            raise PlanError(f"cut: there is no op between {path} and {other}, so a stage would be empty")
     return _checked(graph, [p for p, _ in starts], [path for _, path in starts])
 
 

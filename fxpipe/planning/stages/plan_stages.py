@@ -19,7 +19,7 @@ from fxpipe.ir.units import show_bytes
 from .balance import Cuts, StageCosts
 from .balance import balance as best_balance
 from .cut_costs import PARAMETER_COPIES, memory_costs, stage_costs, traffic
-from .manual_cuts import cuts_at, cuts_by_blocks
+from .manual_cuts import cuts_by_hand
 from .op_order import arrange
 from .sample_cuts import replica_cuts
 from .snap_cuts import settle, ugliness
@@ -35,8 +35,7 @@ def plan(
     devices: Sequence[str] | None = None,
     chunks: int = 1,
     checkpoint: str | Collection[int] | Sequence[str] = "except_last",
-    balance: str | Sequence[int] = "time",
-    split_at: Sequence[str] = (),
+    cut: str | Sequence[int] | Sequence[str] = "time",
     schedule: str = "gpipe",
     deferred_batch_norm: bool = False,
     parameter_copies: int = PARAMETER_COPIES,
@@ -50,10 +49,10 @@ def plan(
 
     - `chunks`: the number of micro-batches.
     - `checkpoint`: a mode for all stages, or one for each, or the stages that recompute ("except_last").
-    - `balance`: "time" (the slowest stage is as fast as possible, within memory), "memory" (the fullest stage is as
-      empty as possible), or how many blocks each stage gets, as in `[5, 3, 7]`. `fxpipe.ir.graph.module_blocks` says
-      what a block is: a child of an `nn.Sequential`, or a layer such as `encoder.layers.3`.
-    - `split_at`: modules before whose first op to cut, as in `["encoder.3", ...]`.
+    - `cut`: "time" (the slowest stage is as fast as possible, within memory), "memory" (the fullest stage is as
+      empty as possible), how many blocks each stage gets, as in `[5, 3, 7]`, or the modules before whose first op to
+      cut, as in `["encoder.3", ...]`. `fxpipe.ir.graph.module_blocks` says what a block is: a child of an
+      `nn.Sequential`, or a layer such as `encoder.layers.3`.
     - `slack`: by time, the slowest stage may be slower than the least possible by this share, if cuts then lie where
       less crosses or where modules end; 0 is the exact optimum.
     - `replicas`: by the first device of a stage its further devices.
@@ -63,23 +62,19 @@ def plan(
     modes = _checkpoints(checkpoint, len(labels))
     further = [(replicas or {}).get(label, ()) for label in labels]
     check_request(graph, profile, cluster, labels, chunks)
-    if split_at and balance != "time":
-        raise PlanError(f"balance={balance!r} and split_at={list(split_at)} both say where to cut: give one of them")
-    if split_at:
-        ordered, cuts = graph, cuts_at(graph, split_at, len(labels))
-    elif not isinstance(balance, str):
-        ordered, cuts = graph, cuts_by_blocks(graph, balance, len(labels))
-    elif balance in GOALS:
+    if not isinstance(cut, str):
+        ordered, cuts = graph, cuts_by_hand(graph, cut, len(labels))
+    elif cut in GOALS:
         ordered = arrange(graph, {cost.name: cost for cost in profile.ops})
         shares = [1 + len(others) for others in further]
         costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies, further)
         legal = inner_cuts(ordered)
         allowed: Sequence[Sequence[int]] = replica_cuts(ordered, legal, shares, uncut)
-        cuts, allowed = _best_cuts(ordered, costs, labels, balance, legal, allowed)
-        if balance == "time" and slack:
+        cuts, allowed = _best_cuts(ordered, costs, labels, cut, legal, allowed)
+        if cut == "time" and slack:
             cuts = _settled(ordered, profile, costs, cuts, allowed, slack)
     else:
-        raise PlanError(f"balance is {balance!r}: write one of {GOALS}, or the number of blocks of each stage")
+        raise PlanError(f"cut is {cut!r}: write one of {GOALS}, or a list of numbers of blocks or names of modules")
     made = stages(graph, ordered, cuts, labels, modes)
     made = tuple(replace(stage, replicas=others) for stage, others in zip(made, further, strict=True))
     return Plan(graph.model, made, chunks, schedule, deferred_batch_norm)

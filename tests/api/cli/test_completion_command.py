@@ -20,7 +20,7 @@ def printed(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_it_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(shell, capsys)
-    assert all(word in text for word in ("doctor", "simulate", "split-at", "time-limit"))
+    assert all(word in text for word in ("doctor", "simulate", "stages-per-device", "time-limit"))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -28,7 +28,7 @@ def test_it_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture
     ("line", "completed"),
     [
         ("fxpipe comple", "completion"),
-        ("fxpipe show --split", "--split-at"),
+        ("fxpipe show --cu", "--cut"),
         ("fxpipe show mod", "model.py"),
         ("fxpipe show model.py:make --plan pl", "plan.json"),
         ("fxpipe simulate pl", "plan.json"),

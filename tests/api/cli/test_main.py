@@ -49,7 +49,7 @@ def test_show_has_every_option_of_compile(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_options_are_read_as_in_python(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--devices cpu,cpu,cpu --chunks 4 --balance 2,3,1 --checkpoint 0,2 --schedule 1f1b --warmup 3,2,1"
+    options = "--devices cpu,cpu,cpu --chunks 4 --cut 2,3,1 --checkpoint 0,2 --schedule 1f1b --warmup 3,2,1"
     assert run("show", file, *options.split(), "--batch-dim", "input=0", "--deferred-batch-norm") == 0
     out = capsys.readouterr().out
     assert "Sequential: 3 stages, 4 micro-batches" in out

@@ -233,7 +233,7 @@ def test_what_people_write(model: Callable[[], nn.Module], given: tuple[Tensor, 
 
 
 def test_the_stage_runs_its_first_forward_with_gradients() -> None:
-    pipe = check(Inside(ByAutograd), (X,), ["middle.0"], chunks=2, checkpoint="always", split_at=["middle.0"])
+    pipe = check(Inside(ByAutograd), (X,), ["middle.0"], chunks=2, checkpoint="always", cut=["middle.0"])
     assert [stage.derives for stage in pipe.stages] == [False, True]
     pipe.close()
 

@@ -366,7 +366,7 @@ def test_one_module_in_several_places_and_tied_weights():
     model = made(Branch, Prints, Branch)
     model.middle[2] = model.middle[0]
     model.middle[1].fc.weight = model.first[0].weight
-    pipe = fxpipe.compile(model, devices=3, chunks=4, checkpoint="always", split_at=["middle.1", "last"])
+    pipe = fxpipe.compile(model, devices=3, chunks=4, checkpoint="always", cut=["middle.1", "last"])
     x, target = batch()
     assert_calls_alike(pipe, model, x)
     source = "".join(stage.source for stage in pipe.stages)

@@ -121,7 +121,7 @@ def test_statistics_random_numbers_and_buffers_are_those_of_slices(
     """Batch norm uses the statistics of a slice; the model keeps what the first replica of a stage has written."""
     x, y, twin, model = X.repeat(2, 1), Y.repeat(2, 1), blocks(2), blocks(2)  # 4, 4, 3, 3: no slice of one sample ...
     x, y = (x, y) if max(replicas) < 3 else (torch.cat([x, x]), torch.cat([y, y]))  # ... also of three
-    pipe = compile(twin, replicas, schedule="1f1b", checkpoint=checkpoint, split_at=["blocks.1"])
+    pipe = compile(twin, replicas, schedule="1f1b", checkpoint=checkpoint, cut=["blocks.1"])
     if 3 in split_sizes(len(x), CHUNKS) and 2 in replicas:
         x, y = torch.cat([x, x[:2]]), torch.cat([y, y[:2]])  # 4 times 4
     for turn in range(2):  # gradients of two steps add up
@@ -231,7 +231,7 @@ def test_a_fault_in_a_replica_leaves_no_gradient(
     compile: Compile, way: str, thread: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Fails()
-    pipe = compile(model, (2, 2), schedule="1f1b", split_at=["b.0"])
+    pipe = compile(model, (2, 2), schedule="1f1b", cut=["b.0"])
     pipe.step(X, target=Y, loss_fn=F.mse_loss)
     wanted = grads(model)
     model.zero_grad()
@@ -271,7 +271,7 @@ class Scaled(nn.Module):
 def test_what_is_the_same_for_all_samples_crosses_whole(compile: Compile, replicas: tuple[int, ...]) -> None:
     twin = Scaled().double()
     model = copy.deepcopy(twin)
-    pipe = compile(twin, replicas, split_at=["b"])
+    pipe = compile(twin, replicas, cut=["b"])
     F.mse_loss(model(X), Y).backward()
     pipe.step(X, target=Y, loss_fn=F.mse_loss)
     assert {(*ends, dim) for _, *ends, dim in pipe.scheduler.cuts} == {(0, 1, 0), (0, 1, None)}
@@ -296,10 +296,10 @@ def own_loss(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
 def test_what_was_made_of_all_samples_is_refused(compile: Compile) -> None:
     model = Pooled().double()
     with pytest.raises(PlanError, match=r"size, f64\[\], made at .*size = x.square\(\).mean\(\), goes from") as e:
-        compile(model, (1, 2), split_at=["b"]).step(X, target=Y, loss_fn=own_loss)
+        compile(model, (1, 2), cut=["b"]).step(X, target=Y, loss_fn=own_loss)
     assert "on cpu:0, to stage 1, on cpu:1, cpu:2, and cannot be cut between samples" in str(e.value)
     twin = copy.deepcopy(model)
-    compile(model, (2, 2), split_at=["b"]).step(X, target=Y, loss_fn=own_loss)
+    compile(model, (2, 2), cut=["b"]).step(X, target=Y, loss_fn=own_loss)
     own_loss(twin(X), Y).backward()
     assert_equal(grads(model), grads(twin))
 

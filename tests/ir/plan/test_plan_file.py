@@ -39,7 +39,7 @@ def net() -> Net:
 
 @pytest.fixture
 def plan() -> dict[str, Any]:
-    pipe = fxpipe.compile(net(), 2, 2, split_at=["layers.2"], example_inputs=X.double())
+    pipe = fxpipe.compile(net(), 2, 2, cut=["layers.2"], example_inputs=X.double())
     text = pipe.files["plan.json"]
     pipe.close()
     found: dict[str, Any] = json.loads(text)

@@ -40,7 +40,7 @@ def test_forwards_out_of_order_that_write_buffers(split: str) -> None:
     """The error names the buffer and the line; nothing is refused where order does not matter."""
     x = torch.randn(8, 4)
     schedule = parse(dedent(IN_DISORDER))
-    options: dict[str, Any] = {"devices": 2, "chunks": 2, "split_at": [split], "schedule": schedule}
+    options: dict[str, Any] = {"devices": 2, "chunks": 2, "cut": [split], "schedule": schedule}
     pipe = fxpipe.compile(Counts(), **options)
     message = r"forward writes norm\.running_mean here, .* runs F1 of stage . before F0"
     with pytest.raises(PlanError, match=message) as raised:
@@ -52,6 +52,6 @@ def test_forwards_out_of_order_that_write_buffers(split: str) -> None:
     pipe.step(x, target=x, loss_fn=F.mse_loss)
     plain(x)
     torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
-    fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options | {"split_at": ["1"]}).step(
+    fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options | {"cut": ["1"]}).step(
         x, target=x, loss_fn=F.mse_loss
     )

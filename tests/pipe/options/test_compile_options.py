@@ -63,15 +63,18 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"chunks": 2.5}, "chunks is 2.5: write a whole number from 1 to 4096, as in chunks=8"),
         ({"chunks": "2"}, "chunks is '2': write a whole number"),
         ({"chunks": True}, "chunks is True: write a whole number"),
-        ({"balance": 2}, "balance is 2: write 'time', 'memory', or a list with the number of blocks of each stage"),
-        ({"balance": [1.5, 2]}, r"balance is \[1.5, 2\]: write"),
-        ({"balance": "times"}, "did you mean 'time'?"),
+        ({"cut": 2}, "cut is 2: write 'time', 'memory', a list with the number of blocks of each stage, or a list"),
+        ({"cut": [1.5, 2]}, r"cut is \[1.5, 2\]: write"),
+        ({"cut": "times"}, "did you mean 'time'?"),
         ({"warmup": 3}, r"warmup is 3: write a list of counts, as in warmup=\(3, 1\)"),
         ({"offload": 0}, "offload is 0: write a set of stages"),
         ({"replicas": 2}, r"replicas is 2: write a list of counts of at least 1, as in replicas=\(2, 1\)"),
         ({"replicas": (2, 0)}, r"replicas is \(2, 0\): write"),
         ({"stages_per_device": 0}, "stages_per_device is 0: write a whole number of at least 1"),
-        ({"split_at": "head"}, r"split_at is 'head': write a list of names of modules, as in split_at=\['encoder.3'"),
+        (
+            {"cut": "head"},
+            r"cut is 'head': write .*, or a list of the modules that begin a stage, as in cut=\['enc",
+        ),
         ({"schedule": "1F1B"}, "schedule is '1F1B': write 'gpipe', .*; did you mean '1f1b'?"),
         ({"schedule": 3}, "schedule is 3: write .*, a grid such as .*, a Schedule, or a function that makes one"),
         ({"profile": "measured"}, "did you mean 'measure'?"),
@@ -130,7 +133,7 @@ def test_the_other_functions(call: Callable[[], object], message: str) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    pipe = fxpipe.compile(model(), numpy.int64(2), numpy.int32(2), balance=numpy.array([2, 1]).tolist())
+    pipe = fxpipe.compile(model(), numpy.int64(2), numpy.int32(2), cut=numpy.array([2, 1]).tolist())
     assert torch.allclose(pipe(X), pipe.model(X), atol=1e-6)
     assert type(pipe.options.chunks) is int
     pipe.close()

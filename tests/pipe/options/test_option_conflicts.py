@@ -44,9 +44,10 @@ def net() -> nn.Sequential:
         ({"offload": {0}}, "offload is frozenset({0}), and the plan says that nothing waits in host memory"),
         ({"replicas": (2, 1)}, "replicas is (2, 1), and the plan says stage 0 on cpu:0, stage 1 on cpu:1"),
         ({"stages_per_device": 2}, "stages_per_device is 2, and the plan says stage 0 on cpu:0, stage 1 on cpu:1"),
-        ({"balance": "time"}, "balance is 'time', and the plan says where its 2 stages begin"),
-        ({"balance": [1, 1]}, "balance is (1, 1), and the plan says where its 2 stages begin"),
-        ({"split_at": ["1"]}, "split_at is ('1',), and the plan says where its 2 stages begin"),
+        ({"cut": "time"}, "cut is 'time', and the plan says where its 2 stages begin"),
+        ({"cut": [1, 1]}, "cut is (1, 1), and the plan says where its 2 stages begin"),
+        ({"cut": []}, "cut is (), and the plan says where its 2 stages begin"),
+        ({"cut": ["1"]}, "cut is ('1',), and the plan says where its 2 stages begin"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm is True, and the plan says False"),
     ],
 )
@@ -107,11 +108,11 @@ def test_what_does_not_go_with_sharded_parameters(device: str, schedule: str, gi
 def test_the_same_may_be_said_twice() -> None:
     plan = replace(PLAN, stages=tuple(replace(stage, checkpoint="always") for stage in PLAN.stages))
     same: dict[str, Any] = {"chunks": 2, "schedule": "1f1b", "checkpoint": "always", "deferred_batch_norm": False}
-    fxpipe.compile(net(), plan=plan, **same, replicas=(1, 1), offload=(), split_at=()).close()
+    fxpipe.compile(net(), plan=plan, **same, replicas=(1, 1), offload=()).close()
 
 
 def test_what_a_strategy_says() -> None:
     found = fxpipe.search(net(), fxpipe.Cluster.of(["cpu:0", "cpu:1"]), example_inputs=torch.ones(4, 4), budget=0.1)
-    for options in ({"plan": PLAN}, {"balance": "time"}, {"split_at": ["1"]}, {"replicas": (1, 1)}, {"offload": {0}}):
+    for options in ({"plan": PLAN}, {"cut": ["1"]}, {"replicas": (1, 1)}, {"offload": {0}}):
         with pytest.raises(PlanError, match=f"{next(iter(options))} beside strategy: the strategy says where"):
             fxpipe.compile(net(), strategy=found, **options)

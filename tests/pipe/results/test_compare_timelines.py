@@ -95,7 +95,7 @@ def test_a_slow_op_that_the_estimate_does_not_know() -> None:
     """The new cut is faster as measured."""
     model = nn.Sequential(*(Slow(seconds, seconds) for seconds in (0.01, 0.01, 0.01, 0.04)))
     how = {"devices": 2, "chunks": 3, "schedule": "1f1b", "checkpoint": "never"}
-    pipe, loss = stepped(model, **how, split_at=["1"])
+    pipe, loss = stepped(model, **how, cut=["1"])
     found = pipe.diagnose().replan()
     other, same = stepped(model, plan=found)
     assert other.plan == found.plan

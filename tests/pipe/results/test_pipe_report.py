@@ -148,7 +148,7 @@ def test_a_submodule_kept_whole(tmp_path: Path) -> None:
 
 def test_replicas(tmp_path: Path) -> None:
     pipe = fxpipe.compile(
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), devices=3, chunks=2, replicas=[2, 1], balance=[1, 2]
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), devices=3, chunks=2, replicas=[2, 1], cut=[1, 2]
     )
     pipe.step(X, target=X, loss_fn=mse, timeline=True)
     text = page_of(pipe, tmp_path).text

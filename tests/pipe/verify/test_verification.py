@@ -194,7 +194,7 @@ def broken(pipe: fxpipe.Pipe, stage: int, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("middle", [(), (nn.Dropout(0.4),), (nn.BatchNorm1d(WIDTH),)])
 def test_a_broken_line_is_found(compile: Any, middle: tuple[nn.Module, ...], tmp_path: Path) -> None:
-    pipe = compile(chain(*middle), split_at=[str(2 + len(middle))])
+    pipe = compile(chain(*middle), cut=[str(2 + len(middle))])
     assert pipe.verify(batch(), target=batch(), loss_fn=F.mse_loss).ok
     pipe(batch())
     broken(pipe, 1, "torch.tanh(", "torch.sigmoid(")
@@ -239,7 +239,7 @@ class Doubles(nn.Module):
 
 def test_a_wrong_gradient_is_found(compile: Any) -> None:
     model = nn.Sequential(Doubles(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    pipe = compile(model, split_at=["1"])
+    pipe = compile(model, cut=["1"])
     report = pipe.verify(batch(), target=batch(), loss_fn=F.mse_loss)
     wrong = {one.what for one in report.compared if not one.ok}
     assert wrong == {"gradient of 0.fc.weight", "gradient of 0.fc.bias"}

@@ -56,7 +56,7 @@ def test_within_a_stage_ops_keep_the_order_of_the_user():
 def test_by_memory():
     made = line(*"abcdef")
     profile = flat(made, saved={"y5": 800}, forward={"y0": 10.0})
-    found = plan(made, profile, CPUS, devices=["cpu:0", "cpu:1"], balance="memory")
+    found = plan(made, profile, CPUS, devices=["cpu:0", "cpu:1"], cut="memory")
     assert [len(stage.ops) for stage in found.stages] == [5, 1]
 
 
@@ -76,31 +76,30 @@ def test_too_little_memory_says_which_stage_and_how_much():
 
 def test_a_list_of_blocks():
     made = line("0", "0", "1", "2", "3", "3")
-    assert sizes(made, devices=["cpu:0", "cpu:1"], balance=[1, 3]) == [2, 4]
-    assert sizes(made, devices=["cpu:0", "cpu:1"], balance=(3, 1)) == [4, 2]
+    assert sizes(made, devices=["cpu:0", "cpu:1"], cut=[1, 3]) == [2, 4]
+    assert sizes(made, devices=["cpu:0", "cpu:1"], cut=(3, 1)) == [4, 2]
 
 
-def test_split_at_modules():
+def test_cut_at_modules():
     made = line("encoder.0", "encoder.0", "encoder.1.fc", "encoder.1", "decoder", "head")
-    assert sizes(made, devices=["cpu:0", "cpu:1", "cpu:2"], split_at=["decoder", "encoder.1"]) == [2, 2, 2]
-    assert sizes(made, devices=["cpu:0", "cpu:1"], split_at=["encoder.1.fc"]) == [2, 4]
+    assert sizes(made, devices=["cpu:0", "cpu:1", "cpu:2"], cut=["decoder", "encoder.1"]) == [2, 2, 2]
+    assert sizes(made, devices=["cpu:0", "cpu:1"], cut=["encoder.1.fc"]) == [2, 4]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"balance": [2, 3]},
-            r"balance=\[2, 3\] adds up to 5, but Net has 4 blocks \(0, 1, 2, 3\): .* balance=\[2, 2\]",
+            {"cut": [2, 3]},
+            r"cut=\[2, 3\] adds up to 5, but Net has 4 blocks \(0, 1, 2, 3\): .* cut=\[2, 2\]",
         ),
-        ({"balance": [4]}, r"balance=\[4\] is for 1 stages, but there are 2 devices"),
-        ({"balance": [4, 0]}, "has a stage without blocks"),
-        ({"balance": "speed"}, "balance is 'speed': write one of"),
-        ({"split_at": ["9"]}, "split_at names '9', which is no module that Net runs; close to it are 0, 1, 2"),
-        ({"split_at": ["0"]}, "no op between the start and 0"),
-        ({"split_at": ["1", "2"]}, "makes 3 stages, but there are 2 devices"),
-        ({"split_at": "1"}, r"write a list, split_at=\['1'\]"),
-        ({"split_at": ["1"], "balance": [1, 3]}, "both say where to cut"),
+        ({"cut": [4]}, r"cut=\[4\] is for 1 stages, but there are 2 devices"),
+        ({"cut": [4, 0]}, "has a stage without blocks"),
+        ({"cut": "speed"}, "cut is 'speed': write one of"),
+        ({"cut": ["9"]}, "cut names '9', which is no module that Net runs; close to it are 0, 1, 2"),
+        ({"cut": ["0"]}, "no op between the start and 0"),
+        ({"cut": ["1", "2"]}, "makes 3 stages, but there are 2 devices"),
+        ({"cut": []}, "makes 1 stages, but there are 2 devices"),
         ({"chunks": 0}, "chunks is 0"),
         ({"devices": []}, "devices is empty"),
         ({"devices": ["cuda:7"]}, "no device 'cuda:7' in the cluster; it has cpu:0"),
@@ -117,18 +116,18 @@ def test_refused(options, message):
 def test_two_modules_with_nothing_between():
     made = line("a", "b.c", "b.c")
     with pytest.raises(PlanError, match=r"no op between b and b\.c"):
-        sizes(made, devices=["cpu:0", "cpu:1", "cpu:2"], split_at=["b", "b.c"])
+        sizes(made, devices=["cpu:0", "cpu:1", "cpu:2"], cut=["b", "b.c"])
 
 
 def test_close_names_are_listed():
     with pytest.raises(PlanError, match=r"close to it are encoder\.1"):
-        sizes(line("encoder.1", "head"), devices=["cpu:0", "cpu:1"], split_at=["encodr.1"])
+        sizes(line("encoder.1", "head"), devices=["cpu:0", "cpu:1"], cut=["encodr.1"])
 
 
 def test_a_cut_by_hand_that_tears_a_tuple():
     made = graph("p = chunk(x) : tuple @ 0", "q = getitem(p) @ 1", "r = getitem(p) @ 1", "y = add(q, r) @ 2")
     with pytest.raises(PlanError, match=r"no cut can lie before block '1', at net\.py:2 .* nearest .* net\.py:4"):
-        sizes(made, devices=["cpu:0", "cpu:1"], balance=[1, 2])
+        sizes(made, devices=["cpu:0", "cpu:1"], cut=[1, 2])
     with pytest.raises(PlanError, match=r"4 ops, and some must stay together\. Ask for at most 2"):
         sizes(made, devices=["cpu:0", "cpu:1", "cpu:2"])
 

@@ -142,7 +142,7 @@ def test_dropout_is_the_same_again(compile: Callable[..., fxpipe.Pipe], devices:
     for checkpoint in MODES:
         # The same cuts in all modes: a GPU draws other numbers than the CPU.
         cuts = [f"layers.{at}" for at in range(1, len(devices))]
-        pipe = compile(copy.deepcopy(model), devices=devices, chunks=4, checkpoint=checkpoint, split_at=cuts)
+        pipe = compile(copy.deepcopy(model), devices=devices, chunks=4, checkpoint=checkpoint, cut=cuts)
         torch.manual_seed(3)
         before = torch.cuda.get_rng_state(GPU)
         y = pipe(x)
@@ -217,7 +217,7 @@ def test_constants_stay_where_they_are_and_are_followed(compile: Callable[..., f
 
 
 def test_copies_have_streams_of_their_own(compile: Callable[..., fxpipe.Pipe]) -> None:
-    pipe = compile(Layers(), devices=MIXED, chunks=3, checkpoint="never", split_at=["layers.2", "layers.4"])
+    pipe = compile(Layers(), devices=MIXED, chunks=3, checkpoint="never", cut=["layers.2", "layers.4"])
     pipe(torch.randn(6, 8)).sum().backward()
     streams = {key: pipe.scheduler.streams[key] for key in [(j, i) for j in (0, 2) for i in range(3)]}
     assert len({stream.stream_id for stream in streams.values()} - {torch.cuda.default_stream(GPU).stream_id}) == 6

@@ -239,7 +239,7 @@ def chain(
     model = Chain(n).double()
     x, y = torch.randn(2, 8, 6, dtype=torch.float64)
     cuts = [f"layers.{k}" for k in range(1, n)]
-    pipe = fxpipe.compile(model, size, 4, schedule=schedule, split_at=cuts, replicas=replicas, group=group, **options)
+    pipe = fxpipe.compile(model, size, 4, schedule=schedule, cut=cuts, replicas=replicas, group=group, **options)
     assert isinstance(pipe, RankPipe)
     return pipe, model, (x, y)
 

@@ -217,7 +217,7 @@ def chained(mesh: Any, kind: str) -> tuple[Any, Tensor, Any]:
     torch.manual_seed(0)
     model, x = Chain(2).double(), torch.randn(8, 6, dtype=torch.float64)
     pipe = fxpipe.compile(
-        model, chunks=4, schedule="1f1b", split_at=["layers.1"], group=mesh["pp"], timeout=60, example_inputs=x
+        model, chunks=4, schedule="1f1b", cut=["layers.1"], group=mesh["pp"], timeout=60, example_inputs=x
     )
     pipe.parallelize(mesh["dp"], KINDS[kind])
     mine = slice_of(mesh, x)
@@ -280,7 +280,7 @@ def refused(group: Any) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with raises("is gathered as torch.bfloat16, and the stages are made for torch.float32"):
         pipe.parallelize(dp["dp"], lambda part, mesh: fully_shard(part, mesh=mesh, mp_policy=half))
-    pipe = compiled(dp, Chain(3), example_inputs=x, balance=[1, 2] if rank < 2 else [2, 1])
+    pipe = compiled(dp, Chain(3), example_inputs=x, cut=[1, 2] if rank < 2 else [2, 1])
     with raises("ranks 0 and 1 do not have the same model and plan", "layers.1.weight"):
         pipe.parallelize(dp["dp"], ddp)
     pipe = compiled(dp, Chain(2), example_inputs=x)
@@ -298,7 +298,7 @@ def refused(group: Any) -> None:
         pipe.parallelize(tp["tp"], lambda part, mesh: parallelize_module(part, mesh, {"*": ColwiseParallel()}))
     together = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     together[1].weight = together[2].weight
-    pipe = compiled(tp, together, example_inputs=x, split_at=["1"])
+    pipe = compiled(tp, together, example_inputs=x, cut=["1"])
     part = pipe.parallelize(tp["tp"], lambda part, mesh: parallelize_module(part, mesh, {"2": ColwiseParallel()}))
     if rank >= 2:
         assert part.get_parameter("1.weight") is part.get_parameter("2.weight")
@@ -435,7 +435,7 @@ def tied_and_cut(group: Any) -> None:
     plain = copy.deepcopy(model)
     loss = F.mse_loss(plain(x), x)
     loss.backward()
-    pipe = fxpipe.compile(model, 2, 2, group=mesh["pp"], timeout=60, example_inputs=x, split_at=["2"])
+    pipe = fxpipe.compile(model, 2, 2, group=mesh["pp"], timeout=60, example_inputs=x, cut=["2"])
     pipe.parallelize(mesh["tp"], lambda part, row: parallelize_module(part, row, {"0": ColwiseParallel()}))
     torch.testing.assert_close(pipe.step(x, target=x, loss_fn=F.mse_loss), loss.detach())
     for name, parameter in pipe.named_parameters():

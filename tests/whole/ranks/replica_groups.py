@@ -91,7 +91,7 @@ def is_as_in_one_process(group: Any, folder: Path, counts: Sequence[int], schedu
     rank = dist.get_rank(group)
     x, y = torch.linspace(-2, 3, 504, dtype=torch.float64).sin().view(2, 14, 6, 3)
     options: dict[str, Any] = {"schedule": schedule, "replicas": counts, "deferred_batch_norm": deferred}
-    options |= {"split_at": ["other"], "checkpoint": "always"}
+    options |= {"cut": ["other"], "checkpoint": "always"}
     torch.manual_seed(0)
     here = Everything()
     torch.manual_seed(rank)  # each rank begins with other values; those of the first replica count

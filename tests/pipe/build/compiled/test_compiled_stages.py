@@ -182,7 +182,7 @@ def mean(y: Tensor) -> Tensor:
 def test_sizes_and_steps_do_not_compile_again(schedule: str, backward: str) -> None:
     backend = Counting()
     pipe = fxpipe.compile(
-        Net(), 2, 4, schedule=schedule, split_at=["drop"], compile_stages=backend, backward=backward
+        Net(), 2, 4, schedule=schedule, cut=["drop"], compile_stages=backend, backward=backward
     )  # fmt: skip
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 
@@ -246,7 +246,7 @@ def test_explain_says_so() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_error_of_the_models_is_its_own(backend: str) -> None:
-    pipe = fxpipe.compile(Net(), 2, 2, split_at=["drop"], compile_stages=backend)
+    pipe = fxpipe.compile(Net(), 2, 2, cut=["drop"], compile_stages=backend)
     for _ in range(2):
         with pytest.raises(IndexError) as caught:
             pipe.step(torch.tensor([1, 2, 3, 11]), loss_fn=mean)
@@ -262,7 +262,7 @@ def failing(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
 
 
 def test_a_backend_that_fails_is_an_error() -> None:
-    pipe = fxpipe.compile(Net(), 2, 2, split_at=["drop"], compile_stages=failing)
+    pipe = fxpipe.compile(Net(), 2, 2, cut=["drop"], compile_stages=failing)
     with pytest.raises(CompileError, match=r"Stage0 cannot be compiled by failing: ValueError: no code for tanh here"):
         pipe.step(torch.arange(4), loss_fn=mean)
     pipe.close()
@@ -270,7 +270,7 @@ def test_a_backend_that_fails_is_an_error() -> None:
 
 def test_a_stage_that_dynamo_refuses_is_an_error(tmp_path: Path) -> None:
     model = Net()
-    pipe = fxpipe.compile(model, 2, 2, split_at=["drop"], example_inputs=torch.arange(4))
+    pipe = fxpipe.compile(model, 2, 2, cut=["drop"], example_inputs=torch.arange(4))
     pipe.save(tmp_path)
     pipe.close()
     file = tmp_path / "stage0.py"

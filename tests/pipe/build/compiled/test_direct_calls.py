@@ -143,9 +143,7 @@ def test_steps_by_inductor_are_direct(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for compiled in (False, True):
         torch.manual_seed(0)
         model = Net().double()
-        pipe = fxpipe.compile(
-            model, 2, 4, schedule="1f1b", backward="code", split_at=["second"], compile_stages=compiled
-        )
+        pipe = fxpipe.compile(model, 2, 4, schedule="1f1b", backward="code", cut=["second"], compile_stages=compiled)
         for rows in (16, 16, 12, 16, 12):
             x = torch.randn(rows, 6, dtype=torch.float64)
             seen = len(runs)
