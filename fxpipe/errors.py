@@ -66,15 +66,19 @@ class RankError(FxpipeError):
     """Another rank has failed, is gone, or has another model or plan: the message says which, and what happened."""
 
 
-def nearest(word: object, known: Iterable[str]) -> str | None:
-    """The known word that is most similar to `word`, ignoring case; None if none is similar.
+def similar(word: object, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known words that are similar to `word`, ignoring case, the most similar first.
 
-    >>> nearest("1F1B", ["gpipe", "1f1b"]), nearest("x", ["gpipe", "1f1b"])
-    ('1f1b', None)
+    >>> similar("1F1B", ["gpipe", "1f1b"]), similar("x", ["gpipe", "1f1b"])
+    (['1f1b'], [])
     """
     by_lower = {name.lower(): name for name in known}
-    found = get_close_matches(str(word).lower(), by_lower, 1, 0.5)
-    return by_lower[found[0]] if found else None
+    return [by_lower[name] for name in get_close_matches(str(word).lower(), by_lower, most, 0.5)]
+
+
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """The known word that is most similar to `word`; None if none is similar."""
+    return next(iter(similar(word, known, 1)), None)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -15,10 +15,11 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from fxpipe.errors import nearest
 
 T = TypeVar("T")
 
@@ -142,8 +143,8 @@ def _read_fields(kind: Any, value: Any, path: str) -> Any:
         raise _wrong(path, value, f"an object with {', '.join(map(repr, types))}")
     for key in value:
         if key not in types:
-            near = get_close_matches(key, types, n=1, cutoff=0.5)
-            instead = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(types)}"
+            near = nearest(key, types)
+            instead = f"did you mean {near!r}?" if near else f"there are {', '.join(types)}"
             raise ValueError(f"{_clipped(_member(path, key))} is no field here: {instead}")
     for field in fields(kind):
         if field.name in types and field.name not in value and field.default is field.default_factory is MISSING:

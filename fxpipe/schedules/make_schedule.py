@@ -17,8 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from fxpipe.errors import did_you_mean
 from fxpipe.ir.schedule.schedule import Schedule, load_csv, parse, plain
 from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.ir.schedule.sub_schedule import share
@@ -67,8 +68,9 @@ SCHEDULES: dict[str, Form] = {
 
 STRAIGHT = tuple(name for name, made in SCHEDULES.items() if made.shape == "straight")
 LOOPED = tuple(name for name, made in SCHEDULES.items() if made.shape in ("in turn", "v"))
+IN_TURN = tuple(name for name, made in SCHEDULES.items() if made.shape == "in turn")
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # those with backward in two halves
-AUTO = "auto"  # the fastest, as simulated, of those that fit into memory
+AUTO: Final = "auto"  # the fastest, as simulated, of those that fit into memory
 WARM = {"1f1b": early, "1f1b-late": late}  # those that take `warmup` and `limit`
 
 
@@ -103,7 +105,7 @@ def form(name: str) -> Form:
     if name not in SCHEDULES:
         raise ValueError(
             f"there is no schedule {name!r}; write one of {', '.join(SCHEDULES)}, or a grid such as "
-            f"'F0 F1 B0 B1', a line for each device"
+            f"'F0 F1 B0 B1', a line for each device{did_you_mean(name, SCHEDULES)}"
         )
     return SCHEDULES[name]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, did_you_mean
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.published_clusters import PRESETS, preset
@@ -90,7 +90,8 @@ def load_function(path: str) -> Callable[[], Any]:
     sys.path.insert(0, str(Path(file).resolve().parent))
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
-        raise FxpipeError(f"{file} has no function {name!r}")
+        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise FxpipeError(f"{file} has no function {name!r}{did_you_mean(name, functions)}")
     function: Callable[[], Any] = getattr(module, name)
     return function
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fxpipe.api.hardware_alternatives import explain
 from fxpipe.api.search import search
+from fxpipe.errors import FxpipeError, did_you_mean
 from fxpipe.pipe.options.option_table import SEARCH
 from fxpipe.planning.operators.models.published_models import MODELS
 
@@ -35,6 +36,11 @@ def add(commands: Any) -> None:
 
 def run_search(options: argparse.Namespace) -> None:
     cluster, how = read_cluster(options.cluster), given(options, SEARCH)
+    if ":" not in options.model and options.model not in MODELS:
+        raise FxpipeError(
+            f"{options.model!r} is no published model: there are {', '.join(MODELS)}; or write file and function, as "
+            f"in model.py:make_model{did_you_mean(options.model, MODELS)}"
+        )
     if options.model in MODELS:
         batch = {"batch": how.pop("batch")} if "batch" in how else {}
         found = search(MODELS[options.model](**batch), cluster, **how)

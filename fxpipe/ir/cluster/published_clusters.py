@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from fxpipe.errors import did_you_mean
+
 from .cluster import Cluster, Device, Switch, check
 from .matrix_speed import MatrixSpeed
 from .what_if import fewer
@@ -193,7 +195,7 @@ def preset(name: str) -> Cluster:
     """
     kind, _, count = name.partition(":")
     if kind not in PRESETS:
-        raise ValueError(f"there is no cluster {kind!r}; there are {', '.join(PRESETS)}")
+        raise ValueError(f"there is no cluster {kind!r}; there are {', '.join(PRESETS)}{did_you_mean(kind, PRESETS)}")
     if not count:
         return PRESETS[kind]()
     if not (count.isdecimal() and int(count)):

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import accumulate, pairwise
 
-from fxpipe.errors import file_name
+from fxpipe.errors import file_name, similar
 from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.graph.graph import Graph, Op
@@ -145,7 +144,7 @@ def _position(known: Mapping[str, int], name: str, where: str, graph: Graph) -> 
 
 
 def _near(name: str, known: Mapping[str, int]) -> str:
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    near = similar(name, known)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -7,10 +7,9 @@ is an error, not moved elsewhere.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from itertools import accumulate, pairwise
 
-from fxpipe.errors import PlanError
+from fxpipe.errors import PlanError, similar
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import legal_cuts, ties
 from fxpipe.ir.graph.module_blocks import Block, blocks
@@ -82,7 +81,7 @@ def cuts_at(graph: Graph, paths: Sequence[str], k: int) -> Cuts:
 
 
 def _close(path: str, known: Collection[str]) -> str:
-    close = get_close_matches(path, known, n=3, cutoff=0.5) or sorted(known)[:3]
+    close = similar(path, known) or sorted(known)[:3]
     return f"; close to it are {', '.join(close)}" if close else "; it has no modules"
 
 
