@@ -8,7 +8,7 @@ rate of the moment:
     device 0   a ━━━━━━━━━┯━━━━━  slow, then fast    a: 2 s alone, 4 s beside the other; b: 1 s and 2 s
     device 1   b ━━━━━━━━━┛                          b ends at 2 s, with half of a done, which ends at 3 s
 
-And where a device could do several parts, it does them in the order of `fxpipe.compile(model, strategy=...)`: forward,
+And where a device could do several parts, it does them in the order of `fxpipe.compile(model, plan=...)`: forward,
 first what another device waits for (`fxpipe.planning.stages.device_segments`); backward, the other way round. The
 paper's devices do first what is ready first.
 """

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from time import process_time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -351,7 +351,7 @@ def _layer(found: re.Match[str] | None) -> int | None:
 
 
 def plan_rows(
-    chosen: Sequence[Run], device: Device, seconds: float, recompute: bool | None
+    chosen: Sequence[Run], device: Device, seconds: float, recompute: bool | Literal["auto"]
 ) -> Iterator[tuple[object, ...]]:
     for run in tqdm(chosen, leave=False, disable=None):
         started = process_time()
@@ -430,7 +430,7 @@ def main() -> None:
     share = calibrated(table[0])
     if options.plans:
         title = "seconds of a step, theirs and ours; tensor x stages x replicas:"
-        plans = plan_rows(table[: options.rows], reaching(share), options.seconds, options.recompute or None)
+        plans = plan_rows(table[: options.rows], reaching(share), options.seconds, options.recompute or "auto")
         show(title, PLAN_HEAD, plans)
         return
     title = f"products in f16 reach {share:.1%} of an A100's peak, by the first row; Tflop/s per GPU:"

@@ -1,4 +1,4 @@
-"""checkpoint="auto" beside the fixed modes: the most bytes of a device, and the time of a step.
+"""What `memory_limit` chooses to recompute, beside the fixed modes: the most bytes of a device, and the time of a step.
 
     python -m benchmarks.memory_limit
 
@@ -89,7 +89,7 @@ def _figures(one: Trained) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description='checkpoint="auto" within limits, beside the fixed modes that fit.')
+    parser = argparse.ArgumentParser(description="Recomputation chosen within limits, beside the fixed modes that fit.")
     parser.add_argument("--steps", type=int, default=40, help="steps that are timed, of each pipe")
     options = parser.parse_args()
     torch.set_num_threads(1)

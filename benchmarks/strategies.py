@@ -101,7 +101,7 @@ def trials(case: Case, rounds: int, drawn: int) -> list[Result]:
     found = strategies(graph, drawn)
     parts = parts_of(graph, cluster, found.values())
     alone, beside = Parts(parts, 1), Parts(parts, WORKERS)
-    pipes = {name: fxpipe.compile(copy.deepcopy(case.model), strategy=(graph, one), devices=WORKERS)
+    pipes = {name: fxpipe.compile(copy.deepcopy(case.model), plan=(graph, one), devices=WORKERS)
              for name, one in found.items()}  # fmt: skip
     turns: dict[str, Callable[[], object]] = {name: _step(pipe, case) for name, pipe in pipes.items()}
     try:

@@ -18,10 +18,9 @@ from torch import fx
 
 from fxpipe.errors import PlanError
 from fxpipe.pipe.options.compile_options import Options
+from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import refuse_unknown
-from fxpipe.pipe.options.option_table import COMPILE
-
-from .compile import read_options
+from fxpipe.pipe.options.read_options import read_options
 
 if TYPE_CHECKING:
     from fxpipe.pipe.build.compiled_graph import Compiled, Way

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 from torch import nn
 
@@ -55,11 +55,11 @@ def plan(
     *,
     example_inputs: Any = None,
     planner: str = "optimal",
-    micro_batches: int | None = None,
+    micro_batches: int | Literal["auto"] = "auto",
     tensor_parallel: int | str | Sequence[int] = 1,
     schedule: str | None = None,
-    stages_per_device: int | None = None,
-    recompute: bool | None = None,
+    stages_per_device: int | Literal["auto"] = "auto",
+    recompute: bool | Literal["auto"] = "auto",
     all_reduce: str = "end",
     parameter_copies: float | None = None,
     optimizer_sharding: str = "none",
@@ -81,11 +81,11 @@ def plan(
     - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream" (those of the
       papers), or one of three simple ones: "gpipe" (a device for each stage, stages as even as possible), "straight" (a
       device for each stage, the slowest as fast as possible), "data parallel" (one stage on all devices).
-    - `micro_batches`: `chunks` of the pipe: into how many a batch is cut. If not given, the planner tries numbers that
-      divide the batch; for a model only the 8 that are nearest to four per device, each with costs for its size. Each
+    - `micro_batches`: `chunks` of the pipe: into how many a batch is cut. "auto": the planner tries numbers that divide
+      the batch; for a model only the 8 that are nearest to four per device, each with costs for its size. Each
       replica gets whole samples of a micro-batch, unless a `Chain` has `ideal_shares`.
-    - `recompute`: `checkpoint` of the pipe: True ("always" for all stages), False ("never"), or if not given, "always"
-      for those stages that do not fit in memory otherwise.
+    - `recompute`: `checkpoint` of the pipe: True ("always" for all stages), False ("never"), or "auto": "always" for
+      those stages that do not fit in memory otherwise.
     - `tensor_parallel`: over how many devices of a server each op is cut: a number; or a list of numbers, of which each
       stage has the one with which the step is the fastest; or "auto": all powers of two up to the devices of a server.
       With planners other than "optimal", all stages have the same. How each op is cut is chosen so that a micro-batch
@@ -96,7 +96,7 @@ def plan(
       "interleaved", "interleaved-late", "looped-bfs", "zb-v", "dualpipe-v": each device has several stages, and the
       layers are cut evenly for each number of replicas, of stages on a device and of micro-batches. Not with
       `tensor_parallel`.
-    - `stages_per_device`: for "interleaved", "interleaved-late" and "looped-bfs"; 2 and 4 are tried if not given.
+    - `stages_per_device`: for "interleaved", "interleaved-late" and "looped-bfs"; "auto": 2 and 4 are tried.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
     - `parameter_copies`: bytes in memory for each byte of parameters, with gradients and optimizer state: 4 for Adam
       (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 or f16 with
@@ -125,8 +125,10 @@ def plan(
     refuse_unknown("fxpipe.plan", unknown, (*PLAN, "example_inputs"))
     check_values(PLAN, locals())
     where = read_cluster(cluster)
+    number, again = None if micro_batches == AUTO else micro_batches, None if recompute == AUTO else recompute
+    times = None if stages_per_device == AUTO else stages_per_device
     request = Request(
-        (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies or 4,
+        (), where, batch_size, number, WARMUPS.get(schedule or ""), again, all_reduce, parameter_copies or 4,
         time_limit, optimizer_sharding=optimizer_sharding, most_sharding=most_sharding(schedule, 1),
     )  # fmt: skip
     check(request)
@@ -146,9 +148,9 @@ def plan(
             )
         request = replace(request, most_sharding=most_sharding(schedule, max(degrees)))
         check(request)
-        found, asked = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
+        found, asked = _planned(known, others, planner, request, most, degrees, schedule, times)
         with timed("simulator"):
-            found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding, counted=told)
+            found = replace(found, recompute=again, optimizer_sharding=optimizer_sharding, counted=told)
             return _ordered(found, asked, schedule)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.capture.call_arguments import RequestedCall
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
-from fxpipe.errors import InputError, PlanError
+from fxpipe.errors import InputError, PlanError, did_you_mean
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.graph import Graph
@@ -27,6 +27,7 @@ from fxpipe.pipe.progress import working
 from fxpipe.profiling import estimate
 from fxpipe.profiling.calibrate import calibrate
 from fxpipe.profiling.cast_types import cast
+from fxpipe.runtime import accelerator
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def profile(
     device: str | torch.device | Device | Cluster | None = None,
     batch: int | None = None,
     batch_dim: BatchDim = 0,
-    reduce: str | Mapping[str, str] | None = None,
+    reduce: str | Mapping[str, str] = "auto",
     dtype: str | None = None,
     **kwargs: Any,
 ) -> ModelProfile:
@@ -124,7 +125,7 @@ def profile(
     with timed("capture"):
         from fxpipe.capture import CallCapture  # late: torch's Dynamo takes more than a second
 
-        front = CallCapture(model, batch_dim, reduce=reduce, work=working)
+        front = CallCapture(model, batch_dim, reduce=None if reduce == "auto" else reduce, work=working)
         graph, values = front.with_inputs(RequestedCall(inputs, kwargs))
         graph = replace(graph, training=model.training)
     there = device.devices[0] if isinstance(device, Cluster) else device if isinstance(device, Device) else None
@@ -173,5 +174,6 @@ def _measured(
     try:
         here = worker_device(where)
     except RuntimeError as error:
-        raise PlanError(f"{where!r} is not a device to measure on: {error}") from None
+        near = did_you_mean(str(where).partition(":")[0], {*accelerator.kinds(), "cpu", "cuda"})
+        raise PlanError(f"{where!r} is not a device to measure on: {error}{near}") from None
     return measured(graph, values, tensors, (rows, whole - rows) if rows < whole else (whole,), str(here))

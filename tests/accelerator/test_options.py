@@ -45,7 +45,7 @@ def test_random_strategies(name: str, seed: int) -> None:
     for schedule in ("gpipe", "1f1b"):
         model = build(case)
         strategy = (graph, scattered(graph, len(DEVICES), random))
-        with closing(fxpipe.compile(model, DEVICES, strategy=strategy, schedule=schedule, reduce="sum")) as pipe:
+        with closing(fxpipe.compile(model, DEVICES, plan=strategy, schedule=schedule, reduce="sum")) as pipe:
             with checked():
                 if schedule == "gpipe":
                     loss = squares(pipe(*args))

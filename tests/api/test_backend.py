@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import fxpipe
 from fxpipe import backend as door
 from fxpipe.errors import PlanError
 from tests.helpers.marks import mostly_slow
@@ -434,7 +435,7 @@ def test_nothing_moves(home: str) -> None:
         ({"devices": 0}, r"devices is 0: write a count"),
         (
             {"checkpoint": "sometimes"},
-            r"checkpoint is 'sometimes': write 'never', 'selective', 'except_last', 'always', 'auto', or a set",
+            r"checkpoint is 'sometimes': write 'auto', 'never', 'selective', 'except_last', 'always', or a set",
         ),
         ({"checkpoint": {5}}, r"checkpoint names the stages \[5\]"),
         ({"schedule": "1f1b"}, r"schedule is '1f1b': .* GPipe's order; .*fxpipe.compile\(model.*pipe.step"),
@@ -466,6 +467,14 @@ def test_a_plan() -> None:
     again = torch.compile(twin, backend=door.backend, options={"plan": plan})
     agree(model, twin, again, rows(9))
     assert ways()[-1] == ("9", 2, 4)
+
+
+def test_a_strategy() -> None:
+    model, twin = net()
+    for one in (model, twin):
+        one.eval()
+    plan = fxpipe.search(twin, fxpipe.Cluster.of(["cpu:0", "cpu:1"]), example_inputs=rows(8), budget=0.1)
+    agree(model, twin, torch.compile(twin, backend=door.backend, options={"plan": plan}), rows(8))
 
 
 def test_torch_lists_it() -> None:

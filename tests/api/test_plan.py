@@ -87,7 +87,7 @@ def test_several_stages_on_each_device(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8))).double()
     x, plain_model = torch.randn(12, 12, dtype=torch.double), copy.deepcopy(model)
     F.mse_loss(plain_model(x), x).backward()
-    for schedule, times in (("interleaved", 2), ("zb-v", None)):
+    for schedule, times in (("interleaved", 2), ("zb-v", "auto")):
         found = fxpipe.plan(
             model, "p100:4", 12, example_inputs=x, micro_batches=3, schedule=schedule, stages_per_device=times
         )
@@ -249,7 +249,7 @@ def test_pictures(hybrid: fxpipe.Planned) -> None:
             {"schedule": "forward-only"},
             "schedule is 'forward-only': write 'gpipe', .*, as in schedule='1f1b'",
         ),
-        (CHAIN, "A", {"micro_batches": 0}, "micro_batches is 0: write a whole number from 1 to 4096"),
+        (CHAIN, "A", {"micro_batches": 0}, "micro_batches is 0: write 'auto', or a whole number from 1 to 4096"),
         (Chain("huge", 1, (Layer("a", 1, 1, 1e15),)), "A", {"planner": "straight"}, "1 layers: they cannot"),
         (Chain("huge", 1, (Layer("a", 1, 1, 1e15),)), "A", {"time_limit": 1}, "fits in memory"),
     ],

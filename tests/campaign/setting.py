@@ -181,7 +181,7 @@ def arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `fxpipe.compile`."""
     found = dict(options)
     if "strategy" in found:
-        found["strategy"] = anywhere(found["devices"], found["strategy"])
+        found["plan"] = anywhere(found["devices"], found.pop("strategy"))
     if isinstance(found.get("schedule"), int):
         found["schedule"] = any_order(found["devices"], found["schedule"])
     if isinstance(found.get("checkpoint"), (list, tuple)):

@@ -97,7 +97,7 @@ def strategy_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
         found = searched.load(path)
         assert "<script>" not in found.draw(folder / "found.html").read_text()
         assert "<script>" not in found.timeline._repr_svg_()
-        use(fxpipe.compile(net(), 2, strategy=path))
+        use(fxpipe.compile(net(), 2, plan=path))
 
     graph = fxpipe.search(net(), small(), example_inputs=X, budget=0.01)
     return graph.dump(), load

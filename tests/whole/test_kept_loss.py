@@ -41,7 +41,7 @@ def clipped(output: Tensor, target: Tensor, reduction: str = "mean", most: float
     return loss
 
 
-def assert_steps_are_the_models(loss_fn: Callable[..., Tensor], reduce: str | None) -> None:
+def assert_steps_are_the_models(loss_fn: Callable[..., Tensor], reduce: str) -> None:
     model, twin = net(), net()
     with closing(fxpipe.compile(model, devices=2, chunks=4, reduce=reduce)) as pipe:
         for _ in range(2):
@@ -58,7 +58,7 @@ def assert_steps_are_the_models(loss_fn: Callable[..., Tensor], reduce: str | No
 @pytest.mark.parametrize("reduce", ["mean", "sum", "none"])
 def test_a_function(reduce: str) -> None:
     loss_fn = partial(clipped, reduction=reduce)
-    assert_steps_are_the_models(loss_fn, None if reduce == "none" else reduce)
+    assert_steps_are_the_models(loss_fn, "auto" if reduce == "none" else reduce)
 
 
 def test_functions_of_the_same_code_are_of_one_kind() -> None:

@@ -82,7 +82,9 @@ def test_explain(pipe: fxpipe.Pipe) -> None:
         ["64 B", "64 B", "except_last"],
         ["64 B", "64 B", "never"],  # it would keep no less
     ]
-    assert rows[3:] == ["", "shared: first_weight, at home in stage 0, used by stage 2, 256 B once a step"]
+    chosen = "except_last, except_last, never: recomputed where that lowers the peak of what the device keeps"
+    assert rows[3:5] == ["", f'checkpoint="auto" chose {chosen}']
+    assert rows[5:] == ["shared: first_weight, at home in stage 0, used by stage 2, 256 B once a step"]
 
 
 def test_portals_are_named() -> None:

@@ -63,7 +63,7 @@ def test_ops_run_where_they_are_put(name: str) -> None:
     case, index = MODELS[name], NAMES.index(name)
     devices, chunks, checkpoint, schedule = SETTINGS[index % len(SETTINGS)]
     options: dict[str, Any] = {"reduce": "sum", **case.options}
-    options |= {"checkpoint": checkpoint, "schedule": schedule, "strategy": anywhere(devices, index)}
+    options |= {"checkpoint": checkpoint, "schedule": schedule, "plan": anywhere(devices, index)}
     model, twin = build(case), build(case)
     pipe = fxpipe.compile(twin, devices, chunks, **options)
     try:
@@ -87,7 +87,7 @@ def test_devices_in_a_line_are_stages_of_a_pipeline() -> None:
     """With 1F1B, the first device runs ahead of the second, as it does in any pipeline."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     place = by_device({"output": 1, "loss": 1})
-    pipe = fxpipe.compile(model, devices=2, chunks=3, strategy=place, schedule="1f1b", checkpoint="never")
+    pipe = fxpipe.compile(model, devices=2, chunks=3, plan=place, schedule="1f1b", checkpoint="never")
     pipe.step(torch.randn(6, 4), loss_fn=lambda y: y.sum())
     assert [" ".join(action.short for action in row) for row in pipe.schedule.devices] == [
         "F0 F1 B0 F2 B1 B2",
@@ -97,7 +97,7 @@ def test_devices_in_a_line_are_stages_of_a_pipeline() -> None:
 
 
 def test_batches_are_cut_evenly() -> None:
-    pipe = fxpipe.compile(nn.Linear(4, 4), devices=2, chunks=3, strategy=by_device({}))
+    pipe = fxpipe.compile(nn.Linear(4, 4), devices=2, chunks=3, plan=by_device({}))
     assert pipe(torch.randn(6, 4)).shape == (6, 4)
     assert pipe(torch.randn(9, 4)).shape == (9, 4)
     with pytest.raises(InputError, match="a batch of 7 cannot be cut into 3 micro-batches of one size"):
@@ -106,7 +106,7 @@ def test_batches_are_cut_evenly() -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    pipe = fxpipe.compile(nn.Linear(4, 4), devices=2, strategy=anywhere(20, 0))
+    pipe = fxpipe.compile(nn.Linear(4, 4), devices=2, plan=anywhere(20, 0))
     with pytest.raises(PlanError, match=r"is on device \d+; there are devices 0 to 1"):
         pipe(torch.randn(6, 4))
 
@@ -114,18 +114,16 @@ def test_a_device_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cut": [1, 1]}, "cut beside strategy: the strategy says where everything runs"),
-        ({"replicas": (2,)}, "replicas beside strategy"),
+        ({"cut": [1, 1]}, "cut is given, and the strategy says where everything runs"),
+        ({"replicas": (2,)}, "replicas is given, and the strategy says"),
         ({"schedule": "zb-v"}, "schedule is 'zb-v'; with a strategy, write one of gpipe, 1f1b"),
         ({"schedule": "f1b1"}, "schedule is 'f1b1': write"),
         ({"checkpoint": {0}}, "checkpoint is of stages, which a strategy does not have"),
         ({"devices": None}, "say on which devices the function places ops"),
         ({"devices": ["cpu:0", "cpu:0"]}, "a strategy has a number for each device"),
-        ({"strategy": 3}, "strategy is 3: write the path"),
+        ({"plan": 3}, "plan is 3: write the path"),
     ],
 )
 def test_options_that_make_no_sense_with_a_strategy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        fxpipe.compile(nn.Linear(4, 4), **{"devices": 2, "strategy": by_device({}), **options}).prepare(
-            torch.ones(2, 4)
-        )
+        fxpipe.compile(nn.Linear(4, 4), **{"devices": 2, "plan": by_device({}), **options}).prepare(torch.ones(2, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,8 +36,10 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 @settings(max_examples=40, deadline=None)
-@given(CHAINS, clusters(), st.sampled_from([1, 4, 6, 8]), st.sampled_from([None, True, False]))
-def test_nothing_simple_is_faster(chain: Chain, cluster: Cluster, batch: int, recompute: bool | None) -> None:
+@given(CHAINS, clusters(), st.sampled_from([1, 4, 6, 8]), st.sampled_from(["auto", True, False]))
+def test_nothing_simple_is_faster(
+    chain: Chain, cluster: Cluster, batch: int, recompute: bool | Literal["auto"]
+) -> None:
     simple = []
     for planner in ("data parallel", "straight", "gpipe", "dapple", "pipedream"):
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from fxpipe.errors import FxpipeError
 
 SHELLS = ("bash", "zsh", "tcsh")
-FILES = ("model", "cluster", "plan", "strategy")  # arguments that may name files, though their type is another
+FILES = ("model", "cluster", "plan")  # arguments that may name files, though their type is another
 
 
 def add(commands: Any, top: argparse.ArgumentParser) -> None:

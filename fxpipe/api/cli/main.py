@@ -10,9 +10,10 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fxpipe.api.compile import compile
-from fxpipe.pipe.options.option_table import COMPILE
+from fxpipe.pipe.options.compile_table import COMPILE, GROUPS
 from fxpipe.pipe.verify.environment import versions
 
 from . import completion_command as cli_completion
@@ -22,7 +23,9 @@ from . import search_command as cli_search
 from .model_argument import add_model, make_model
 from .option_arguments import FAILED, Parser, add_options, given, refuse_unknown, told
 
-NOT_SHOWN = ("timeout", "check_inputs", "transforms", "passes")  # options of ranks, and those that are functions
+# Options of ranks, and those that are functions or tensors.
+NOT_SHOWN = ("example_inputs", "group", "timeout", "check_inputs", "transforms", "passes")
+DEFAULTS: dict[str, Any] = {"devices": 4, "chunks": 8}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,11 +66,18 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a U-Net and a transformer as pipelines, beside the plain models")
     demo.add_argument("--steps", type=int, default=60, help="training steps for each model")
     demo.add_argument("--out", type=Path, default=Path("fxpipe-demo"), help="folder for generated files and pictures")
-    add_options(demo, COMPILE, "devices", "chunks", "schedule")
+    add_options(demo, COMPILE, "devices", "chunks", "schedule", defaults=DEFAULTS)
     demo.set_defaults(run=run_demo)
-    show = commands.add_parser("show", help="plan and generated code of any model")
+    show = commands.add_parser(
+        "show", help="plan and generated code of any model", usage="fxpipe show [options] model [inputs ...]"
+    )
     add_model(show)
-    add_options(show, COMPILE, *(name for name in COMPILE if name not in NOT_SHOWN))
+    for name, group in GROUPS.items():
+        names = [option.name for option in group.options]
+        hidden = ", ".join(name for name in names if name in NOT_SHOWN)
+        about = group.about + (f"; only in Python: {hidden}" if hidden else "")
+        shown = (name for name in names if name not in NOT_SHOWN)
+        add_options(show.add_argument_group(name, about), COMPILE, *shown, defaults=DEFAULTS)
     show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
     show.set_defaults(run=run_show)
     cli_plans.add(commands)
@@ -83,15 +93,15 @@ def parser() -> argparse.ArgumentParser:
 def run_demo(options: argparse.Namespace) -> None:
     from fxpipe.demo.run import demo
 
-    asked = {"devices": 4, "chunks": 8, "schedule": None} | given(options, COMPILE)
-    demo(asked["devices"], asked["chunks"], options.steps, options.out, asked["schedule"])
+    asked = DEFAULTS | given(options, COMPILE)
+    demo(asked["devices"], asked["chunks"], options.steps, options.out, asked.get("schedule"))
 
 
 def run_show(options: argparse.Namespace) -> None:
     model, inputs = make_model(options.model, options.inputs)
     asked = given(options, COMPILE)
-    if not asked.keys() & {"plan", "strategy"}:  # a plan or strategy has the number of devices and chunks
-        asked = {"devices": 4, "chunks": 8} | asked
+    if "plan" not in asked:  # a plan has the number of devices and chunks
+        asked = DEFAULTS | asked
     pipe = compile(model, example_inputs=inputs, **asked)
     print(pipe.explain())
     if options.save:

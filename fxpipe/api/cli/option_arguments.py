@@ -7,12 +7,13 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
 from fxpipe.errors import FxpipeError, PlanError, did_you_mean
-from fxpipe.pipe.options.option_forms import Option, as_text
+from fxpipe.pipe.options.option_forms import Option, as_text, either, words_text
 
 FAILED = 2  # the exit status of a command that did not work
 PACKAGES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
@@ -27,28 +28,37 @@ class Parser(argparse.ArgumentParser):
         self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_options(command: argparse.ArgumentParser, options: Mapping[str, Option], *names: str) -> None:
+def add_options(
+    command: argparse._ActionsContainer,
+    options: Mapping[str, Option],
+    *names: str,
+    defaults: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """Add options of a function, by name, to a command. An option that is not written has no entry in the parsed
-    namespace."""
+    namespace. `defaults`: what the command takes then, if that is not what the function does."""
     for name in names:
         option = options[name]
-        only_flag = all(form.text == "True or False" for form in option.forms)
+        only_flag = all(form.text in ("True or False", "'auto'") for form in option.forms)
         how: dict[str, Any] = {"type": reader(option), "metavar": "..."}
-        if only_flag:  # where nothing is a third choice, --no-... says False
-            how = {"action": argparse.BooleanOptionalAction if option.unset else "store_true"}
+        if only_flag:  # --no-... says False where that is not the default
+            how = {"action": "store_true" if option.default is False else argparse.BooleanOptionalAction}
         if not only_flag and any(form.text == "True or False" for form in option.forms):
             how |= {"nargs": "?", "const": True}
-        command.add_argument(option.flag, default=argparse.SUPPRESS, help=option.about + _values(option), **how)
+        default = f"Default {defaults[name]}." if name in defaults else option.default_text if option.why else ""
+        about = f"{option.about}{_values(option)}" + (f". {default}" if default else "")
+        command.add_argument(option.flag, default=argparse.SUPPRESS, help=about, **how)
 
 
 def _values(option: Option) -> str:
-    """What follows the line of an option in the help: the words that it may be, and an example."""
+    """What follows the line of an option in the help: the words that it may be, and an example of another form."""
     readable = [form for form in option.forms if form.read is not None and form.text != "True or False"]
-    words = [word for form in readable for word in form.words()]
-    others = any(not form.words() for form in readable)
-    said = f"; one of {', '.join(words)}{' or another form' if others else ''}" if len(words) > 1 else ""
-    example = f"; for example {as_text(option.example)}" if readable and (others or not words) else ""
-    return said + example
+    named = [form for form in readable if form.text == words_text(form.words())]
+    words = list(dict.fromkeys(word for form in named for word in form.words()))
+    others = [form.text for form in readable if form not in named]
+    if others:
+        example = as_text(option.example)
+        words.append(others[0] if example in words else f"as in {example}")
+    return f" ({either(words)})" if words else ""
 
 
 def reader(option: Option) -> Callable[[str], Any]:

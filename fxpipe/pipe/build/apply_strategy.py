@@ -1,5 +1,5 @@
-"""The `strategy` of `fxpipe.compile`: its forms, and how it assigns a device to every op of a graph; and a plan with
-tensor parallelism, which does the same."""
+"""The `plan` of `fxpipe.compile` where it is a strategy: its forms, and how it assigns a device to every op of a graph;
+and a plan with tensor parallelism, which does the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import PlanError
+from fxpipe.ir import dataclass_json
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph, Op, Ref, map_refs, target_name
 from fxpipe.ir.operators.group_layout import OpSharding
@@ -25,13 +26,14 @@ from fxpipe.passes.sharding.share_ops import share
 from fxpipe.pipe.options.compile_options import Place, device_labels
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.planned import load as load_planned
+from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.results.searched import Searched, load
 from fxpipe.planning.operators.fit_strategy import fit
 from fxpipe.planning.operators.reading.read_operators import read
 from fxpipe.planning.stages.loss_placement import with_loss
 from fxpipe.planning.stages.parameter_placement import homes, stages_like
 
-RequestedCall = Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
+RequestedPlan = Plan | Planned | Replanned | Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
 
 
 @dataclass(frozen=True)
@@ -191,11 +193,11 @@ def strategy_devices(
     return labels
 
 
-def place_of(asked: RequestedCall) -> tuple[Place, int | None]:
+def place_of(asked: RequestedPlan | None) -> tuple[Place, int | None] | None:
     """A function that places ops, a `Sharding` for a strategy, and the number of devices it uses; None for the caller's
-    own function. Raises PlanError if `asked` is not a valid strategy."""
+    own function. Returns None for a plan of stages. Raises PlanError for a strategy that is not valid."""
     if isinstance(asked, (str, Path)):
-        asked = load(asked)
+        asked = _strategy_in(asked)
     if isinstance(asked, Searched):
         return Sharding(asked.graph, asked.strategy, len(asked.cluster.devices)), len(asked.cluster.devices)
     if isinstance(asked, tuple):
@@ -206,9 +208,13 @@ def place_of(asked: RequestedCall) -> tuple[Place, int | None]:
         except ValueError as error:
             raise PlanError(str(error)) from None
         return Sharding(graph, strategy, devices), devices
-    if callable(asked):
-        return asked, None
-    raise PlanError(
-        f"strategy is a {type(asked).__name__}: give what fxpipe.search found, the path of its JSON file, or a pair of "
-        "an OperatorGraph and its Strategy"
-    )
+    return (asked, None) if callable(asked) else None
+
+
+def _strategy_in(path: str | Path) -> Searched | None:
+    """The strategy in a file; None for another file: the reader of plans says what is wrong with it."""
+    try:
+        found = dataclass_json.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return load(path) if isinstance(found, dict) and "strategy" in found else None

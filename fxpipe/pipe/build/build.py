@@ -35,6 +35,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
 from fxpipe.passes import lower
+from fxpipe.pipe.options.chosen_options import chosen_lines
 from fxpipe.pipe.options.compile_options import Options, make_schedule, schedule_text
 from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
 from fxpipe.pipe.options.option_choices import choices
@@ -70,8 +71,8 @@ class Build:
     - `cuts`: how a strategy cuts each operator.
     - `source`: the fingerprint of the model that was captured.
     - `kept`: what each stage keeps of a micro-batch, where its backward is code.
-    - `memory`: with checkpoint="auto", by device the bytes that it needs at most, and its limit.
-    - `pairs`: with overlap_pairs=True, lines about the overlapped pairs.
+    - `memory`: with `memory_limit`, by device the bytes that it needs at most, and its limit.
+    - `pairs`, `chosen`: lines about overlapped pairs, with overlap_pairs=True, and about options that are "auto".
     """
 
     graph: Graph
@@ -90,6 +91,7 @@ class Build:
     kept: tuple[KeptBytes | None, ...] = ()
     memory: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pairs: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -128,11 +130,10 @@ def build(
     if not made:
         raise refusals[0]
     best = made[0] if len(made) == 1 else fastest(made)
-    as_steps = graph.loss is not None or options.ranks
-    files = emitted(
-        best.program, best.schedule, best.plan, profile, best.totals, as_steps, kept=best.kept, memory=best.memory
-    )
-    return replace(best, files={**files, "plan.json": plan_file.dump(best.plan, graph)})
+    steps = graph.loss is not None or options.ranks
+    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, steps, False, best.kept, best.memory)
+    lines = chosen_lines(options, graph, best.plan, best.schedule, len(made), best.memory, best.kept)
+    return replace(best, files={**files, "plan.json": plan_file.dump(best.plan, graph)}, chosen=lines)
 
 
 def emitted(
@@ -170,7 +171,7 @@ def draft(
     home: Placement | None,
     owners: Mapping[str, str],
 ) -> Build:
-    """The build without its files, with checkpoint="auto" the fastest within memory; arguments as of `build`."""
+    """The build without its files, with `memory_limit` the fastest within it; arguments as of `build`."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
@@ -197,9 +198,9 @@ def draft(
 def _plans(
     graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Placement | None, uncut: Sequence[str]
 ) -> list[Plan]:
-    """The plan; with checkpoint="auto" several, with all that can be recomputed: where the best cuts are depends on
+    """The plan; with `memory_limit` several, with all that can be recomputed: where the best cuts are depends on
     what is recomputed, so those of each mode are tried."""
-    if options.checkpoint != AUTO or options.plan is not None:
+    if options.memory_limit is None:
         return [decide(graph, profile, cluster, options, home, uncut)]
     found: dict[tuple[StagePlan, ...], Plan] = {}
     refusals: list[PlanError] = []
@@ -226,7 +227,7 @@ def _drafted(
     samples: Mapping[str, int | None] | None,
     owners: Mapping[str, str],
 ) -> Build:
-    """The build of a plan, without its files. Raises NothingFits if checkpoint="auto" finds no choice."""
+    """The build of a plan, without its files. Raises NothingFits if nothing stays within `memory_limit`."""
 
     def lowered(plan: Plan) -> Lowered:
         trail: dict[str, Program | Placed] = {}
@@ -263,7 +264,7 @@ def _drafted(
             found = simulate(schedule, costs_of(one, copies), between, labels)
             return dict(zip(labels, found.high_water, strict=True))
 
-        if room and options.plan is None:
+        if room:
             try:
                 made = chosen(
                     made,
@@ -388,7 +389,7 @@ def decide(
         cluster,
         devices=options.devices,
         chunks=options.chunks,
-        checkpoint=options.checkpoint,
+        checkpoint="except_last" if options.checkpoint == AUTO else options.checkpoint,
         cut=options.cut,
         schedule=schedule_text(options),
         deferred_batch_norm=bool(options.deferred_batch_norm),

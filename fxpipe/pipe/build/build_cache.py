@@ -82,7 +82,7 @@ class BuildCache:
         self.backend = backend_of(options.compile_stages)
         sizes = partial(split_sizes, chunks=options.chunks)
         whole = options.chunks == 1 and not any(options.replicas.values())
-        reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
+        reduce = options.known_reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
         how["uncut"] = whole and options.place is None
@@ -171,7 +171,7 @@ class BuildCache:
         if self.home is None:
             plan = made.plan
             if self.options.saves_only:  # what saves memory in a step may not in a call, and the other way round
-                plan = with_modes(plan, [str(self.options.checkpoint)] * len(plan.stages))
+                plan = with_modes(plan, ["except_last"] * len(plan.stages))
             self.home = Placement(plan, stages, graph, made.sizes, made.profile)
             tensors = tensors_of(self.model)
             by_tensor = {id(tensors[path]): label for path, label in self.owners.items() if path in tensors}

@@ -102,10 +102,11 @@ def _bytes(build: Build, values: Iterable[str]) -> str:
 
 
 def special_lines(build: Build) -> list[str]:
-    """Special cases, one line each: portals, shared parameters, parts of parameters, submodules that are kept whole,
-    ops that mix the samples of a micro-batch, batch statistics."""
+    """One line each: what was chosen for options, portals, shared parameters, parts of parameters, submodules that are
+    kept whole, ops that mix the samples of a micro-batch, batch statistics."""
     program = build.program
-    lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in program.portals]
+    lines = [*build.chosen]
+    lines += [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in program.portals]
     lines += [
         f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}{sent(build, loan)}"
         for loan in program.loans
@@ -128,7 +129,6 @@ def special_lines(build: Build) -> list[str]:
     ]
     lines += backward_lines(build)
     lines += build.pairs
-    lines += memory_lines(build)
     lines += [
         f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"
         for mixed in build.graph.mixed
@@ -173,16 +173,6 @@ def backward_lines(build: Build) -> list[str]:
     kept = ", ".join(f"{size(exact.saved):,}" for exact in build.kept if exact is not None)
     head = f"backward of stage{several} {', '.join(coded)} as code; bytes kept of a micro-batch, exactly: {kept}"
     return [*([head] if coded else []), *others]
-
-
-def memory_lines(build: Build) -> list[str]:
-    """What checkpoint="auto" has chosen, and the memory of each device with it; nothing with another option."""
-    if not build.memory:
-        return []
-    modes = ", ".join(stage.checkpoint for stage in build.plan.stages)
-    needs = ", ".join(f"{label} needs {need:,} of {limit:,} bytes" for label, (need, limit) in build.memory.items())
-    exact = all(one is not None for one in build.kept) and all(label.startswith("cpu") for label in build.memory)
-    return [f"recompute chosen by memory: {modes}; {needs} ({'exact' if exact else 'estimated'})"]
 
 
 def replica_lines(plan: Plan) -> list[str]:

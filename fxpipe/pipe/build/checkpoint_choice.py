@@ -1,5 +1,5 @@
 """What each stage recomputes, where that is not said. By default: what makes its device keep less. With
-checkpoint="auto": what it must for the fastest step in which every device stays within its memory.
+`memory_limit`: what it must for the fastest step in which every device stays within its memory.
 
 What a stage keeps in the modes "never", "except_last" and "always" is known from one program. What it keeps with
 "selective" is known once its backward has been lowered for that, so this is done only where something has to be
@@ -113,7 +113,7 @@ def tell_of_checkpoints(plan: Plan, graph: Graph) -> bool:
     warnings.warn(
         f"{graph.checkpointed or graph.model}\nthe model asks for checkpoints of activations here. checkpoint= of the "
         f'pipe decides that in its place, and {which} that backward needs: write checkpoint="always" to recompute '
-        'each stage from what it takes, "except_last" for all but the last micro-batch, or "auto" with memory_limit=',
+        'each stage from what it takes, "except_last" for all but the last micro-batch, or give memory_limit=',
         stacklevel=2,
     )
     return True

@@ -188,7 +188,7 @@ class Compiled:
         return live
 
     def _captured(self, flat: tuple[Any, ...]) -> Captured:
-        dim, reduce = self.options.batch_dim, self.options.reduce
+        dim, reduce = self.options.batch_dim, self.options.known_reduce
         piece = capture_lifted(self.name, self.lifted, flat, dim, reduce=reduce, sizes=self._micro_batches)
         return Captured(piece, flat, self.options, self.number)
 

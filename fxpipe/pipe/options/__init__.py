@@ -1,1 +1,2 @@
-"""The options of the public functions: their table, the forms of their values, and which contradict each other."""
+"""The options of the public functions: their tables, the forms of values, which contradict each other, and what is
+chosen where they are "auto"."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.errors import PlanError, nearest
+from fxpipe.errors import PlanError, did_you_mean, nearest
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
@@ -23,8 +23,8 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.units import count
 from fxpipe.passes import Pass
 from fxpipe.pipe.build.compiled.device_graphs import NAME, device_graphs, refusal
-from fxpipe.pipe.options.option_forms import Default
 from fxpipe.planning.stages.manual_cuts import begins
+from fxpipe.planning.stages.plan_stages import GOALS
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
@@ -32,6 +32,8 @@ from fxpipe.torch_internals.compiling.inductor import records_graphs
 
 if TYPE_CHECKING:
     from fxpipe.capture.tracing.rewriting.graph_view import Transform
+
+DEVICE_MEMORY = "device"  # the `memory_limit` that is the memory of each device
 
 Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of a graph with these sizes
 
@@ -41,7 +43,7 @@ class Options:
     """The arguments of `fxpipe.compile`, as given there except for these:
 
     - `devices`: one label for each stage, or for each device of a strategy.
-    - `checkpoint`: also the mode of each stage; as a `Default`, nothing was said.
+    - `checkpoint`: also the mode of each stage.
     - `replicas`: the further devices of a stage, by the label of its first.
     - `cluster`: `devices` if that is a cluster, or the cluster that the plan was made for, if it runs on its devices.
     - `place`: the function of a strategy that assigns devices to ops.
@@ -51,8 +53,9 @@ class Options:
     devices: tuple[str, ...]
     chunks: int
     schedule: Own = "gpipe"
-    warmup: tuple[int, ...] | None = None
-    checkpoint: str | frozenset[int] | tuple[str, ...] = Default("except_last")
+    stages_per_device: int | str = AUTO
+    warmup: str | tuple[int, ...] = AUTO
+    checkpoint: str | frozenset[int] | tuple[str, ...] = AUTO
     offload: frozenset[int] = frozenset()
     cut: str | tuple[int, ...] | tuple[str, ...] = "time"
     profile: str | Profile = "estimate"
@@ -60,13 +63,13 @@ class Options:
     plan: Plan | PlanFile | None = None
     batch_dim: BatchDim = 0
     dynamic: bool = True
-    reduce: str | Mapping[str, str] | None = None
+    reduce: str | Mapping[str, str] = AUTO
     deferred_batch_norm: bool | None = None
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
     backward: str = "autograd"
     overlap_pairs: bool = False
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     place: Place | None = None
     ranks: bool = False
@@ -75,8 +78,13 @@ class Options:
 
     @property
     def saves_only(self) -> bool:
-        """Whether stages recompute only where their device then keeps less, as nothing was said about it."""
-        return isinstance(self.checkpoint, Default) and self.plan is None and self.place is None
+        """Whether stages recompute where their device then keeps less, as nothing else was said about it."""
+        return self.checkpoint == AUTO and self.memory_limit is None and self.plan is None and self.place is None
+
+    @property
+    def known_reduce(self) -> str | Mapping[str, str] | None:
+        """How outputs are combined, as far as the user says it."""
+        return None if self.reduce == AUTO else self.reduce
 
 
 def check(options: Options) -> Options:
@@ -97,14 +105,10 @@ def check(options: Options) -> Options:
         raise PlanError(
             f"cut names {count(len(names), 'module', 'modules')}, which makes {len(names) + 1} stages, but there are "
             f"{n} devices: name {count(n - 1, 'module', 'modules')}"
+            + (did_you_mean(names[0], GOALS) if len(names) == 1 else "")
         )
-    if options.checkpoint != AUTO and options.memory_limit is not None:
-        raise PlanError(
-            f"memory_limit is {options.memory_limit:,}, and checkpoint says what is recomputed: write "
-            "checkpoint='auto' to have that chosen, or leave out memory_limit"
-        )
-    if options.checkpoint == AUTO:
-        check_auto(options)
+    if options.memory_limit is not None:
+        check_limit(options)
     if options.backward == "code":
         check_code(options)
     elif "selective" in recomputations(options):
@@ -128,15 +132,19 @@ def recomputations(options: Options) -> tuple[str, ...]:
     return (options.checkpoint, *planned) if isinstance(options.checkpoint, str) else planned
 
 
-def check_auto(options: Options) -> None:
-    """Raise PlanError for options with which recomputation cannot be chosen."""
+def check_limit(options: Options) -> None:
+    """Raise PlanError for options with which recomputation cannot be chosen by memory."""
+    if options.place is not None:
+        raise PlanError("memory_limit chooses what stages recompute, which a strategy does not have: leave it out")
+    if options.checkpoint != AUTO:
+        raise PlanError("memory_limit chooses what is recomputed, and checkpoint says it: leave out one of them")
     if options.offload:
-        raise PlanError("checkpoint='auto' does not go with offload: leave out one of them")
+        raise PlanError("memory_limit does not go with offload: leave out one of them")
     workers = any(label.startswith("cpu") for label in options.devices)
-    if workers and options.memory_limit is None and options.cluster is None:
+    if workers and options.memory_limit == DEVICE_MEMORY and options.cluster is None:
         raise PlanError(
-            "checkpoint='auto' has to know how much memory a device may use, and CPU workers share the machine's: add "
-            "memory_limit=, the bytes that each may keep for backward, as in memory_limit=2 * 10**9"
+            f"memory_limit is {DEVICE_MEMORY!r}, and CPU workers share the memory of the machine: write the bytes that "
+            "each may keep for backward, as in memory_limit=2 * 10**9"
         )
 
 
@@ -144,7 +152,7 @@ def check_code(options: Options) -> None:
     """Raise PlanError for options that backward as code does not have yet."""
     for name, given in {
         "compile_stages='device_graphs'": options.compile_stages == NAME,
-        "strategy": options.place is not None,
+        "a plan that cuts operators": options.place is not None,
         "offload": bool(options.offload),
     }.items():
         if given:
@@ -173,7 +181,7 @@ def check_placed(options: Options) -> None:
         raise PlanError(
             f"schedule is {options.schedule!r}; with a strategy, write one of {', '.join(STRAIGHT)}, or a grid"
         )
-    if not isinstance(options.checkpoint, str) or options.checkpoint == AUTO:
+    if not isinstance(options.checkpoint, str):
         raise PlanError(
             "checkpoint is of stages, which a strategy does not have; write 'never', 'except_last' or 'always'"
         )
@@ -203,9 +211,10 @@ def check_graphs(options: Options) -> None:
             raise PlanError(f"compile_stages is {NAME!r}, and {reason}: leave it out, or name another backend")
 
 
-def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:
-    """The device of each stage, as the schedule deals stages to devices. If `labels` has a device twice, it already has
-    one label for each stage."""
+def stage_devices(labels: tuple[str, ...], schedule: Own, asked: int | str) -> tuple[str, ...]:
+    """The device of each stage, as the schedule deals stages to devices; `asked` is `stages_per_device`. If `labels`
+    has a device twice, it already has one label for each stage."""
+    stages_per_device = asked if isinstance(asked, int) else None
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         return labels * (stages_per_device or 1)
     if len(set(labels)) < len(labels) and stages_per_device is None:
@@ -263,9 +272,10 @@ def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tupl
 def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: int | None = None) -> Schedule:
     """The requested schedule, over stages on these devices. `limit` is how many micro-batches fit into the memory of a
     device: it bounds the default warm-up. Raises PlanError if there is no such schedule, or it has no backward."""
-    limited = limit if options.schedule in WARM and options.warmup is None else None
+    warmup = options.warmup if isinstance(options.warmup, tuple) else None
+    limited = limit if options.schedule in WARM and warmup is None else None
     try:
-        made = make(options.schedule, devices, chunks, options.warmup, limited)
+        made = make(options.schedule, devices, chunks, warmup, limited)
     except ValueError as error:
         raise PlanError(str(error)) from None
     if all(action.kind == "F" for action in made.place):
@@ -275,7 +285,7 @@ def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: 
 
 def schedule_text(options: Options) -> str:
     """The schedule as the plan states it: its name, or the whole schedule if it is the user's or has a `warmup`."""
-    if isinstance(options.schedule, str) and options.warmup is None:
+    if isinstance(options.schedule, str) and options.warmup == AUTO:
         return options.schedule
     return str(make_schedule(options, options.devices, options.chunks))
 

@@ -57,14 +57,14 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
     if not isinstance(mode, str):
         mode = "except_last" if mode else "never"
     return replace(
-        options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), cut="time",
+        options, devices=(first,), schedule="gpipe", warmup=AUTO, checkpoint=mode, offload=frozenset(), cut="time",
         replicas={first: ()},
     )  # fmt: skip
 
 
 def _may_have_fewer_stages(options: Options) -> bool:
     """Whether no option but the number of devices depends on the number of stages."""
-    said = options.ranks or options.warmup or options.offload or options.plan or options.place
+    said = options.ranks or options.warmup != AUTO or options.offload or options.plan or options.place
     names = (options.schedule, options.checkpoint, options.cut)
     return not said and options.schedule in ("gpipe", "1f1b", AUTO) and all(isinstance(name, str) for name in names)
 

@@ -14,7 +14,7 @@ from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.schedules.make_schedule import SPLIT
 
 SAID_BY_STRATEGY = (
-    "plan", "replicas", "stages_per_device", "cut", "offload", "profile", "deferred_batch_norm",
+    "replicas", "stages_per_device", "cut", "offload", "profile", "deferred_batch_norm",
 )  # fmt: skip
 
 
@@ -22,9 +22,7 @@ def refuse_beside_strategy(given: Mapping[str, Any], strategy: Strategy | None) 
     """Raise PlanError if one of the `given` options decides something that the strategy decides. `strategy`: None for a
     function that places ops."""
     if told := [name for name in SAID_BY_STRATEGY if given.get(name)]:
-        raise PlanError(
-            f"{' and '.join(told)} beside strategy: the strategy says where everything runs; leave out one of them"
-        )
+        raise PlanError(f"{told[0]} is given, and the strategy says where everything runs: leave out {told[0]}")
     chunks, checkpoint = given.get("chunks"), given.get("checkpoint")
     if strategy and strategy.micro_batches > 1 and chunks not in (None, strategy.micro_batches):
         raise PlanError(
@@ -112,6 +110,7 @@ def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:
         "schedule": (plan.schedule, _shown(plan.schedule)),
         "warmup": (None, f"all of the schedule, {_shown(plan.schedule)}"),
         "checkpoint": (mode, ", ".join(map(repr, modes)) + (" for its stages" if len(modes) > 1 else "")),
+        "memory_limit": (None, ", ".join(map(repr, modes)) + " for its stages"),
         "offload": (offloaded, f"{sorted(offloaded)}" if offloaded else "that nothing waits in host memory"),
         "replicas": (tuple(len(stage.devices) for stage in placed), replica_groups),
         "stages_per_device": (None, replica_groups),

@@ -49,6 +49,8 @@ class Option:
     - `about`: its line in the help of the command line.
     - `example`: a value for errors and help.
     - `unset`: whether None means that the option was left out.
+    - `default`: its value if it was left out.
+    - `why`: why that is the default; and, behind a semicolon, what it costs.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Option:
     forms: tuple[Form, ...]
     example: Any = None
     unset: bool = False
+    default: Any = None
+    why: str = ""
 
     def take(self, value: Any) -> Any:
         """The value, converted by the first form that accepts it. Raises PlanError if none does."""
@@ -85,10 +89,29 @@ class Option:
         """The option's name on the command line: `--stages-per-device`."""
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def default_text(self) -> str:
+        """A sentence: the default, its reason and its cost, in the words of help, docstring and page."""
+        value = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
+        return f"Default {value}: {self.why}."
+
 
 def _allowed(forms: Sequence[Form], value: Any, example: str) -> str:
-    words = [word for form in forms for word in form.words()] if isinstance(value, str) else []
-    return f"write {either([form.text for form in forms])}{example}{did_you_mean(value, words)}"
+    words = [word for form in forms for word in form.words()]
+    hints = [did_you_mean(word, words) for word in _words_in(value) if word not in words]
+    return f"write {either([form.text for form in forms])}{example}{next(filter(None, hints), '')}"
+
+
+def _words_in(value: Any) -> list[str]:
+    """The texts of a value: itself, the items of a list, the values of a dict, also as the command line writes them.
+
+    >>> _words_in("nevr"), _words_in({"loss": "maen", "mask": None}), _words_in("loss=maen")
+    (['nevr'], ['maen'], ['maen'])
+    """
+    if isinstance(value, str):
+        return [one.rpartition("=")[2].strip() for one in value.split(",")]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+    return [one for one in items if isinstance(one, str)]
 
 
 def as_text(value: Any) -> str:
@@ -141,6 +164,11 @@ def either(texts: Sequence[str]) -> str:
     return ", or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
+def words_text(words: Iterable[str]) -> str:
+    """How an error names the words that a value may be."""
+    return ", ".join(map(repr, words))
+
+
 # Forms ----------------------------------------------------------------------------------------------------------------
 
 
@@ -184,9 +212,7 @@ def one_of(*words: str, more: Callable[[], Collection[str]] = tuple, text: str =
     def known() -> Collection[str]:
         return (*words, *more())
 
-    return where(
-        lambda value: isinstance(value, str) and value in known(), text or ", ".join(map(repr, words)), str, known
-    )
+    return where(lambda value: isinstance(value, str) and value in known(), text or words_text(words), str, known)
 
 
 def flag() -> Form:
@@ -246,7 +272,7 @@ def or_word(word: str, form: Form, text: str) -> Form:
     def read(value: str) -> Any:
         return value if value == word or form.read is None else form.read(value)
 
-    return Form(text, lambda value: word if value == word else form.take(value), read)
+    return Form(text, lambda value: word if value == word else form.take(value), read, lambda: (word,))
 
 
 def or_instance(kind: type, form: Form) -> Form:
@@ -262,6 +288,11 @@ def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | No
 def path(text: str) -> Form:
     """Paths of files and folders."""
     return instance((str, os.PathLike), text, str)
+
+
+def anything(text: str) -> Form:
+    """Any value: others check it."""
+    return where(lambda value: True, text)
 
 
 def function(text: str) -> Form:

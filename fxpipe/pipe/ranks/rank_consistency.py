@@ -68,6 +68,6 @@ def described(options: Options) -> str:
             f"replicas    {', '.join(str(1 + len(options.replicas.get(first, ()))) for first in options.devices)}",
             f"chunks      {options.chunks}",
             f"schedule    {schedule}",
-            f"checkpoint  {recomputed}{', where that keeps less' if options.saves_only else ''}",
+            f"checkpoint  {recomputed}",
         ]
     )

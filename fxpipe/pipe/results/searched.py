@@ -36,7 +36,7 @@ from .strategy_table import table
 
 @dataclass(frozen=True)
 class Searched(Drawable):
-    """What `fxpipe.search` returns, for `fxpipe.compile(model, strategy=...)`: a `strategy` (how each operator is cut,
+    """What `fxpipe.search` returns, for `fxpipe.compile(model, plan=...)`: a `strategy` (how each operator is cut,
     and which device computes each part) for the operators `graph` on `cluster`, with times estimated from FLOPs and
     bytes. Print with `str`.
 
@@ -121,7 +121,7 @@ class Searched(Drawable):
         return Picture(self.graph.name, svg, partial(str, self))
 
     def dump(self) -> str:
-        """Operators, cluster and strategy as JSON text. `fxpipe.compile(model, strategy=path)` runs a file of it;
+        """Operators, cluster and strategy as JSON text. `fxpipe.compile(model, plan=path)` runs a file of it;
         `fxpipe.pipe.results.searched.load(path)` reads it back."""
         return write(
             StrategyFile(

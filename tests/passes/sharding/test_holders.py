@@ -105,7 +105,7 @@ def test_a_pipe_takes_steps() -> None:
     operators = sample(model, x).reading.operators
     wanted = F.mse_loss(model(x), y)
     gradients = torch.autograd.grad(wanted, list(model.parameters()))
-    pipe = fxpipe.compile(model, devices=["cpu:0", "cpu:1"], strategy=(operators, megatron(operators, 2)))
+    pipe = fxpipe.compile(model, devices=["cpu:0", "cpu:1"], plan=(operators, megatron(operators, 2)))
     got = pipe.step(x, target=y, loss_fn=F.mse_loss)
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=0)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

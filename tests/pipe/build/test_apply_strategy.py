@@ -115,7 +115,7 @@ class Bench:
         graphs = (operators_of(self.model, preset("p100:4"), self.args, batch) for batch in (SAMPLES, SAMPLES // 2))
         self.operators = dict(zip((1, 2), graphs, strict=True))  # by micro-batches
         self.placing = Placing(self.operators[1])
-        self.pipe = fxpipe.compile(self.model, devices=4, strategy=self.placing, reduce="sum")
+        self.pipe = fxpipe.compile(self.model, devices=4, plan=self.placing, reduce="sum")
 
     def set(self, strategy: Strategy, devices: int, **options: Any) -> None:
         """Let the pipe run another strategy, of the graphs that it has captured."""
@@ -198,7 +198,7 @@ def test_a_strategy_that_was_found_trains(tmp_path: Path) -> None:
     plain, target = Convolutional(), torch.randint(3, (SAMPLES,))
     plain.load_state_dict(model.state_dict())
     for strategy in (found, tmp_path / "found.json"):
-        pipe = fxpipe.compile(model, strategy=strategy)
+        pipe = fxpipe.compile(model, plan=strategy)
         assert pipe.options.devices == ("cpu:0", "cpu:1")
         optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pipe, plain))
         for _ in range(3):
@@ -218,7 +218,7 @@ def test_a_strategy_that_was_found_trains(tmp_path: Path) -> None:
 def test_state_dicts_go_round() -> None:
     """Parameters are the model's own, whole, under its keys, though devices hold parts of them."""
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
+    pipe = fxpipe.compile(model, plan=(graph, krizhevsky(graph, 2)))
     assert any(stage.parts for stage in pipe_stages(pipe, x))
     other = Convolutional()
     pipe.load_state_dict(other.state_dict())
@@ -239,7 +239,7 @@ def pipe_stages(pipe: fxpipe.Pipe, x: Tensor) -> tuple[Any, ...]:
 
 def test_parts_that_are_frozen_have_no_gradient() -> None:
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
+    pipe = fxpipe.compile(model, plan=(graph, krizhevsky(graph, 2)))
     pipe.step(x, loss_fn=loss_of)
     wanted = model.head.weight.grad
     for parameter in model.hidden.parameters():
@@ -254,7 +254,7 @@ def test_parts_that_are_frozen_have_no_gradient() -> None:
 
 def test_train_and_eval_and_other_batches() -> None:
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, data_parallel(graph, 2)), chunks=2)
+    pipe = fxpipe.compile(model, plan=(graph, data_parallel(graph, 2)), chunks=2)
     for batch in (x, torch.cat([x, x])):
         torch.testing.assert_close(pipe(batch), model(batch))
         pipe.eval()
@@ -267,7 +267,7 @@ def test_train_and_eval_and_other_batches() -> None:
 def test_a_saved_package_runs(tmp_path: Path) -> None:
     """A file for each device, with a class for each stage; parts are told by the files."""
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
+    pipe = fxpipe.compile(model, plan=(graph, krizhevsky(graph, 2)))
     wanted = pipe(x)
     pipe.save(tmp_path / "package")
     pipe.close()
@@ -282,7 +282,7 @@ def test_a_device_file(golden: Any) -> None:
     case = SMALL["alexnet"]
     model, (x,) = build(case), inputs(case, SAMPLES)[0]
     graph = operators_of(model, preset("p100:2"), (x,), None)
-    pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
+    pipe = fxpipe.compile(model, plan=(graph, krizhevsky(graph, 2)))
     pipe.prepare(x)
     golden("strategies/device1.py", pipe.files["device1.py"])
     pipe.close()
@@ -290,7 +290,7 @@ def test_a_device_file(golden: Any) -> None:
 
 def test_it_says_which_parts_run_where() -> None:
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
+    pipe = fxpipe.compile(model, plan=(graph, krizhevsky(graph, 2)))
     pipe.prepare(x)
     lines = pipe.explain().splitlines()
     assert lines[0].startswith("Convolutional: 7 stages on 2 devices, 1 micro-batch, gpipe; times estimated")
@@ -314,12 +314,12 @@ def test_it_says_which_parts_run_where() -> None:
 
 
 def test_a_strategy_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`fxpipe show --strategy`, which says on how many devices."""
+    """`fxpipe show --plan`, which says on how many devices."""
     _, _, graph = small()
     (tmp_path / "found.json").write_text(Searched(graph, preset("p100:2"), krizhevsky(graph, 2)).dump())
     (tmp_path / "net.py").write_text("from tests.pipe.build.test_apply_strategy import Convolutional\n")
     file, image = f"{tmp_path / 'net.py'}:Convolutional", f"f32[{SAMPLES}, 2, 6, 6]"
-    assert main(["show", file, image, "--strategy", str(tmp_path / "found.json")]) == 0
+    assert main(["show", file, image, "--plan", str(tmp_path / "found.json")]) == 0
     out = capsys.readouterr().out
     assert "stages on 2 devices, 1 micro-batch" in out
     assert "----- device1.py -" in out
@@ -352,7 +352,7 @@ def test_a_pipeline_of_sharded_stages() -> None:
 def test_a_strategy_of_another_model() -> None:
     _, x, graph = small()
     other = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
-    pipe = fxpipe.compile(other, strategy=(graph, data_parallel(graph, 2)))
+    pipe = fxpipe.compile(other, plan=(graph, data_parallel(graph, 2)))
     with pytest.raises(
         PlanError, match="the strategy is for Convolutional without an operator '1', which the model has"
     ):
@@ -362,14 +362,14 @@ def test_a_strategy_of_another_model() -> None:
 def test_a_layer_of_another_size() -> None:
     model, x, graph = small()
     model.head = nn.Linear(6, 5)
-    pipe = fxpipe.compile(model, strategy=(graph, data_parallel(graph, 2)))
+    pipe = fxpipe.compile(model, plan=(graph, data_parallel(graph, 2)))
     with pytest.raises(PlanError, match="its operator 'head' puts out channel 3 P, and the model's channel 5 P"):
         pipe(x)
 
 
 def test_micro_batches_that_are_too_small() -> None:
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, data_parallel(graph, 2)), chunks=4)
+    pipe = fxpipe.compile(model, plan=(graph, data_parallel(graph, 2)), chunks=4)
     with pytest.raises(PlanError, match="sample of size 1 cannot be cut into 2 parts"):
         pipe(x)
 
@@ -378,12 +378,12 @@ def test_a_strategy_needs_its_devices(tmp_path: Path) -> None:
     model, _, graph = small()
     strategy = data_parallel(graph, 4)
     with pytest.raises(PlanError, match="the strategy is for 4 devices, and devices names 2"):
-        fxpipe.compile(model, strategy=(graph, strategy), devices=2)
-    with pytest.raises(PlanError, match="no strategy to look at in"):
-        fxpipe.compile(model, strategy=tmp_path / "nothing.json")
+        fxpipe.compile(model, plan=(graph, strategy), devices=2)
+    with pytest.raises(PlanError, match="no plan can be read from"):
+        fxpipe.compile(model, plan=tmp_path / "nothing.json")
     wrong = strategy.replace(1, Config((3, 1), (0,)))
     with pytest.raises(PlanError, match="dimensions"):
-        fxpipe.compile(model, strategy=(graph, wrong))
+        fxpipe.compile(model, plan=(graph, wrong))
 
 
 def test_an_op_that_no_strategy_knows() -> None:
@@ -392,6 +392,6 @@ def test_an_op_that_no_strategy_knows() -> None:
             return x.sort(0).values
 
     _, x, graph = small()
-    pipe = fxpipe.compile(Sorted(), strategy=(graph, data_parallel(graph, 2)))
+    pipe = fxpipe.compile(Sorted(), plan=(graph, data_parallel(graph, 2)))
     with pytest.raises(PlanError, match=r"test_apply_strategy.py:\d+"):
         pipe(x)

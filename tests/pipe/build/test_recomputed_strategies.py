@@ -45,7 +45,7 @@ def check(name: str, number: int) -> None:
     loss_of(output).backward()
     wanted = {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
-    pipe = fxpipe.compile(model, strategy=(graph, strategy), reduce="sum")
+    pipe = fxpipe.compile(model, plan=(graph, strategy), reduce="sum")
     if number % 3 == 2:
         found = pipe(x)
         loss_of(found).backward()
@@ -80,7 +80,7 @@ def test_segments_and_the_order_of_a_step() -> None:
     halves = (tuple(layers[:2]), tuple(layers[2:]))
     for recomputed, modes in ((halves, ["always"] * 2), (halves[:1], ["always", "never"]), ((), ["never"])):
         strategy = replace(data_parallel(micro_batch(graph, 2), 2), micro_batches=2, recomputed=recomputed)
-        pipe = fxpipe.compile(model, strategy=(graph, strategy))
+        pipe = fxpipe.compile(model, plan=(graph, strategy))
         pipe.step(x, loss_fn=loss_of)
         for label, row in zip(("cpu:0", "cpu:1"), pipe.schedule.devices, strict=True):
             stages = [stage.checkpoint for stage in pipe.build.plan.stages if stage.device == label]
@@ -97,7 +97,7 @@ def test_a_file_holds_what_is_recomputed_and_the_micro_batches(tmp_path: Path) -
     found = Searched(graph, preset("p100:2"), strategy)
     (tmp_path / "found.json").write_text(found.dump())
     plain = model(x)
-    pipe = fxpipe.compile(model, strategy=tmp_path / "found.json")
+    pipe = fxpipe.compile(model, plan=tmp_path / "found.json")
     torch.testing.assert_close(pipe(x), plain)
     assert pipe.options.chunks == 2
     assert pipe.options.place.strategy == strategy
@@ -108,8 +108,8 @@ def test_options_that_contradict_the_strategy() -> None:
     model, _, graph = deep()
     strategy = replace(data_parallel(micro_batch(graph, 2), 2), micro_batches=2, recomputed=groups(graph))
     with pytest.raises(PlanError, match="chunks is 4, and the strategy is for 2 micro-batches"):
-        fxpipe.compile(model, strategy=(graph, strategy), chunks=4)
+        fxpipe.compile(model, plan=(graph, strategy), chunks=4)
     with pytest.raises(PlanError, match="checkpoint is 'always', and the strategy says what is recomputed"):
-        fxpipe.compile(model, strategy=(graph, strategy), checkpoint="always")
+        fxpipe.compile(model, plan=(graph, strategy), checkpoint="always")
     with pytest.raises(PlanError, match="no such operator"):
-        fxpipe.compile(model, strategy=(graph, Strategy(strategy.configs, 2, (("nothing",),))))
+        fxpipe.compile(model, plan=(graph, Strategy(strategy.configs, 2, (("nothing",),))))

@@ -14,12 +14,13 @@ import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.pipe.options import option_table
+from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import Option, as_text
 
 X = torch.randn(4, 4)
 CHAIN = Chain("m", 8, (Layer("a", 1e-3, 2e-3, 1e6), Layer("b", 1e-3, 2e-3, 1e6)))
 FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Option], set[str]]] = [
-    (fxpipe.compile, option_table.COMPILE, {"model", "example_inputs", "group"}),
+    (fxpipe.compile, COMPILE, {"model"}),
     (fxpipe.plan, option_table.PLAN, {"what", "example_inputs"}),
     (fxpipe.search, option_table.SEARCH, {"what", "example_inputs"}),
     (fxpipe.profile, option_table.PROFILE, {"model"}),
@@ -56,7 +57,7 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
     [
         (
             {"checkpoint": 3},
-            "checkpoint is 3: write 'never', 'selective', 'except_last', 'always', 'auto', or a set of stages",
+            "checkpoint is 3: write 'auto', 'never', 'selective', 'except_last', 'always', or a set of stages",
         ),
         ({"checkpoint": 7}, "checkpoint is 7: write"),
         ({"checkpoint": "allways"}, "checkpoint is 'allways': write .*; did you mean 'always'?"),
@@ -66,11 +67,11 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"cut": 2}, "cut is 2: write 'time', 'memory', a list with the number of blocks of each stage, or a list"),
         ({"cut": [1.5, 2]}, r"cut is \[1.5, 2\]: write"),
         ({"cut": "times"}, "did you mean 'time'?"),
-        ({"warmup": 3}, r"warmup is 3: write a list of counts, as in warmup=\(3, 1\)"),
+        ({"warmup": 3}, r"warmup is 3: write 'auto', or a list of counts, as in warmup=\(3, 1\)"),
         ({"offload": 0}, "offload is 0: write a set of stages"),
         ({"replicas": 2}, r"replicas is 2: write a list of counts of at least 1, as in replicas=\(2, 1\)"),
         ({"replicas": (2, 0)}, r"replicas is \(2, 0\): write"),
-        ({"stages_per_device": 0}, "stages_per_device is 0: write a whole number of at least 1"),
+        ({"stages_per_device": 0}, "stages_per_device is 0: write 'auto', or a whole number of at least 1"),
         (
             {"cut": "head"},
             r"cut is 'head': write .*, or a list of the modules that begin a stage, as in cut=\['enc",
@@ -80,12 +81,15 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"profile": "measured"}, "did you mean 'measure'?"),
         ({"batch_dim": "0"}, "batch_dim is '0': write a dimension, or a dict of a dimension, 'items', fxpipe.rows"),
         ({"batch_dim": {"x": "0"}}, "batch_dim is {'x': '0'}: write"),
-        ({"reduce": "median"}, "reduce is 'median': write 'mean', 'sum', 'cat', or a dict of these by output"),
-        ({"reduce": {"loss": "maen"}}, "reduce is {'loss': 'maen'}: write"),
+        ({"reduce": "median"}, "reduce is 'median': write 'auto', 'mean', 'sum', 'cat', or a dict of"),
+        ({"reduce": {"loss": "maen"}}, "reduce is {'loss': 'maen'}: write .*; did you mean 'mean'?"),
+        ({"batch_dim": {"x": "itms"}}, "did you mean 'items'?"),
+        ({"warmup": "atuo"}, "did you mean 'auto'?"),
+        ({"backward": "cod"}, "did you mean 'code'?"),
         ({"deferred_batch_norm": "yes"}, "deferred_batch_norm is 'yes': write True or False"),
         ({"compile_stages": 1}, "compile_stages is 1: write True or False, the name of a backend"),
-        ({"plan": 5}, "plan is 5: write the path of a plan's JSON file, or what fxpipe.plan or replan returned"),
-        ({"strategy": nn.Linear}, "strategy is the class Linear: write"),
+        ({"plan": 5}, "plan is 5: write the path of a JSON file, what fxpipe.plan, fxpipe.search or replan returned, "),
+        ({"plan": nn.Linear}, "plan is the class Linear: write"),
         ({"timeout": "60"}, "timeout is '60': write a number of seconds above 0"),
         ({"dump": 1}, "dump is 1: write the path of a folder"),
         ({"devices": -2}, "devices is -2: write a count of at least 1, a list of devices, a device, or a Cluster"),
@@ -96,7 +100,7 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"devices": [0, 1]}, r"devices is \[0, 1\]: write"),
         ({"chunk": 4}, r"fxpipe.compile has no option 'chunk'; did you mean 'chunks'\?"),
         ({"device": 2}, r"fxpipe.compile has no option 'device'; did you mean 'devices'\?"),
-        ({"colour": 2}, r"fxpipe.compile has no option 'colour'; it has devices, chunks, checkpoint"),
+        ({"colour": 2}, r"fxpipe.compile has no option 'colour'; it has devices, chunks, example_inputs"),
     ],
 )
 def test_compile(options: dict[str, Any], message: str) -> None:
@@ -113,7 +117,7 @@ def test_compile(options: dict[str, Any], message: str) -> None:
         (lambda: fxpipe.plan(CHAIN, "B", 64, planner="dappel"), "planner is 'dappel': .* did you mean 'dapple'"),
         (lambda: fxpipe.plan(CHAIN, "k800", 64), "cluster is 'k800': .*; did you mean 'k80'"),
         (lambda: fxpipe.plan(CHAIN, "B", 64, all_reduce="begin"), "all_reduce is 'begin': write 'end', 'overlap'"),
-        (lambda: fxpipe.plan(CHAIN, "B", 64, recompute="no"), "recompute is 'no': write True or False"),
+        (lambda: fxpipe.plan(CHAIN, "B", 64, recompute="no"), "recompute is 'no': write 'auto', or True or False"),
         (lambda: fxpipe.plan(CHAIN, "B", 64, time_limit=0), "time_limit is 0: write a number of seconds above 0"),
         (lambda: fxpipe.plan(CHAIN, "B", 64, parameter_copies="4"), "parameter_copies is '4': write a number above 0"),
         (lambda: fxpipe.plan(CHAIN, "B", 64, optimizer_sharding=1), "optimizer_sharding is 1: write 'none', 'zero1', "),
@@ -123,6 +127,15 @@ def test_compile(options: dict[str, Any], message: str) -> None:
         (lambda: fxpipe.profile(model(), X, device=4), "device is 4: write a device, or a Device or Cluster"),
         (lambda: fxpipe.profile(model(), X, batch="8"), "batch is '8': write a whole number"),
         (lambda: fxpipe.load("folder", model(), compile_stages="inducto"), "did you mean 'inductor'"),
+        (
+            lambda: fxpipe.load("folder", model(), timout=3),
+            "load has no option 'timout'; did you mean 'timeout'",
+        ),
+        (lambda: fxpipe.profile(model(), X, device="cdua"), "did you mean 'cuda'"),
+        (
+            lambda: fxpipe.plan(CHAIN, "B", 64).simulate("zb-h11"),
+            "no schedule 'zb-h11'.*; did you mean 'zb-h1'",
+        ),
     ],
 )
 def test_the_other_functions(call: Callable[[], object], message: str) -> None:

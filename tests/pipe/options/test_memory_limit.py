@@ -1,4 +1,4 @@
-"""checkpoint="auto": memory within the limit, and the model's own gradients."""
+"""`memory_limit`: memory within the limit, and the model's own gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_step_stays_within_the_limit(schedule: str, backward: str) -> None:
     most, least = max(peaks(full)), max(peaks(little))
     assert most > least
     limit = (most + least) // 2
-    pipe, found = stepped(checkpoint="auto", memory_limit=limit, **options)
+    pipe, found = stepped(memory_limit=limit, **options)
     assert {stage.checkpoint for stage in pipe.build.plan.stages} != {"never"}
     assert max(peaks(pipe)) <= limit
     if backward == "code":
@@ -66,7 +66,7 @@ def test_a_step_stays_within_the_limit(schedule: str, backward: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(same, other, rtol=1e-12, atol=1e-12)
     text = pipe.explain()
-    assert "recompute chosen by memory: " in text
+    assert 'checkpoint="auto" chose ' in text
     assert f"of {limit:,} bytes ({'exact' if backward == 'code' else 'estimated'})" in text
     assert "chosen by memory: cpu:0 needs" in " ".join(pipe.files["stage0.py"].split())
     for each in (full, little, pipe):
@@ -81,7 +81,7 @@ def test_no_fixed_mode_that_fits_is_faster(schedule: str, share: float) -> None:
     fixed = {mode: stepped(checkpoint=mode, **options)[0] for mode in CHECKPOINT_MODES}
     least, most = max(peaks(fixed["always"])), max(peaks(fixed["never"]))
     limit = int(least + share * (most - least))
-    pipe, _ = stepped(checkpoint="auto", memory_limit=limit, **options)
+    pipe, _ = stepped(memory_limit=limit, **options)
     assert "selective" in [stage.checkpoint for stage in pipe.build.plan.stages]
     assert peaks(pipe) == predict(pipe.build, CHUNKS).high_water
     assert max(peaks(pipe)) <= limit
@@ -92,7 +92,7 @@ def test_no_fixed_mode_that_fits_is_faster(schedule: str, share: float) -> None:
 
 
 def test_what_fits_is_kept() -> None:
-    pipe, _ = stepped(checkpoint="auto", memory_limit=10**9, schedule="1f1b")
+    pipe, _ = stepped(memory_limit=10**9, schedule="1f1b")
     assert [stage.checkpoint for stage in pipe.build.plan.stages] == ["never", "never"]
     pipe.close()
 
@@ -100,17 +100,17 @@ def test_what_fits_is_kept() -> None:
 @pytest.mark.slow
 def test_the_least_that_would_do_is_said_and_does() -> None:
     with pytest.raises(PlanError, match=r"memory_limit is 10: whatever is recomputed, cpu:0 needs") as caught:
-        stepped(checkpoint="auto", memory_limit=10, backward="code", schedule="1f1b")
+        stepped(memory_limit=10, backward="code", schedule="1f1b")
     least = int(str(caught.value).partition("memory_limit=")[2].split()[0])
-    pipe, _ = stepped(checkpoint="auto", memory_limit=least, backward="code", schedule="1f1b")
+    pipe, _ = stepped(memory_limit=least, backward="code", schedule="1f1b")
     assert max(peaks(pipe)) == least
     pipe.close()
     with pytest.raises(PlanError, match=f"write memory_limit={least} or more"):
-        stepped(checkpoint="auto", memory_limit=least - 1, backward="code", schedule="1f1b")
+        stepped(memory_limit=least - 1, backward="code", schedule="1f1b")
 
 
 def test_evaluation_has_no_limit() -> None:
-    pipe = fxpipe.compile(model().eval(), 2, 2, checkpoint="auto", memory_limit=1)
+    pipe = fxpipe.compile(model().eval(), 2, 2, memory_limit=1)
     x = torch.randn(4, 8, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(pipe(x), model().eval()(x))
@@ -120,10 +120,14 @@ def test_evaluation_has_no_limit() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"checkpoint": "auto"}, "has to know how much memory a device may use"),
-        ({"memory_limit": 5}, "checkpoint says what is recomputed: write checkpoint='auto'"),
-        ({"checkpoint": "auto", "memory_limit": 0}, "memory_limit is 0: write"),
-        ({"checkpoint": "auto", "memory_limit": 9, "strategy": lambda graph, sizes: None}, "a strategy does not have"),
+        ({"memory_limit": "device"}, "CPU workers share the memory of the machine: write the bytes that each"),
+        (
+            {"memory_limit": "devise"},
+            "write a whole number of at least 1, or 'device', as in .*; did you mean 'device'",
+        ),
+        ({"checkpoint": "always", "memory_limit": 5}, "checkpoint says it: leave out one of them"),
+        ({"memory_limit": 0}, "memory_limit is 0: write"),
+        ({"memory_limit": 9, "plan": lambda graph, sizes: None}, "a strategy does not have"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
@@ -135,7 +139,7 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 def test_a_cluster_has_its_own_limit() -> None:
     """Its memory is of parameters too, four times: 6 layers of 8 x 9 numbers, and a norm."""
     small = Cluster.of(["cpu:0", "cpu:1"])
-    pipe, _ = stepped(devices=small, checkpoint="auto")
+    pipe, _ = stepped(devices=small, memory_limit="device")
     ((need, limit), _) = pipe.build.memory.values()
     assert limit == small.devices[0].memory
     assert need > 4 * 8 * 3 * 72

@@ -113,6 +113,6 @@ def test_the_same_may_be_said_twice() -> None:
 
 def test_what_a_strategy_says() -> None:
     found = fxpipe.search(net(), fxpipe.Cluster.of(["cpu:0", "cpu:1"]), example_inputs=torch.ones(4, 4), budget=0.1)
-    for options in ({"plan": PLAN}, {"cut": ["1"]}, {"replicas": (1, 1)}, {"offload": {0}}):
-        with pytest.raises(PlanError, match=f"{next(iter(options))} beside strategy: the strategy says where"):
-            fxpipe.compile(net(), strategy=found, **options)
+    for options in ({"cut": ["1"]}, {"replicas": (1, 1)}, {"offload": {0}}):
+        with pytest.raises(PlanError, match=f"{next(iter(options))} is given, and the strategy says where"):
+            fxpipe.compile(net(), plan=found, **options)

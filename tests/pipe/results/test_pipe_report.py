@@ -178,7 +178,7 @@ def test_backward_as_code_is_beside_its_lines(tmp_path: Path) -> None:
 def test_a_strategy(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     found = fxpipe.search(model, fxpipe.Cluster.of(["cpu:0", "cpu:1"]), example_inputs=X, budget=0.01)
-    pipe = fxpipe.compile(model, 2, 2, strategy=found)
+    pipe = fxpipe.compile(model, 2, 2, plan=found)
     pipe.step(X, target=X, loss_fn=mse, timeline=True)
     assert "how operators are cut" in page_of(pipe, tmp_path).text
 

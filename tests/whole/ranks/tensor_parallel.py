@@ -202,7 +202,7 @@ def ops_run_anywhere(group: Any, name: str, schedule: str, checkpoint: str) -> N
     case, count = stepped(MODELS[name]), dist.get_world_size(group)
     model, twin = build(case), build(case)
     options: dict[str, Any] = {"reduce": "sum", **case.options, "schedule": schedule, "checkpoint": checkpoint}
-    pipe = fxpipe.compile(twin, chunks=3, strategy=anywhere(count, len(name)), group=group, timeout=60, **options)
+    pipe = fxpipe.compile(twin, chunks=3, plan=anywhere(count, len(name)), group=group, timeout=60, **options)
     assert isinstance(pipe, RankPipe)
     for samples in (6, 3):
         step_is_the_models(group, pipe, case, (model, twin), samples, 3)
@@ -222,7 +222,7 @@ def strategies_are_the_model(group: Any) -> None:
         model.zero_grad()
         strategy = scattered(graph, count, Random(number))
         pipe = fxpipe.compile(
-            model, chunks=2, strategy=(graph, strategy), schedule="1f1b", checkpoint="never", reduce="sum",
+            model, chunks=2, plan=(graph, strategy), schedule="1f1b", checkpoint="never", reduce="sum",
             group=group, timeout=60,
         )  # fmt: skip
         close(pipe.step(*args, loss_fn=loss_of, outputs=True), (loss_of(output).detach(), output.detach()))
