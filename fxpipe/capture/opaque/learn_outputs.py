@@ -295,7 +295,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             wants = wanting((*states, *tensors))
             held = {address for x in (*tensors, *states) for address in addresses(x)}
             before, others, versions = torch.get_rng_state(), _other_numbers(), [version_of(x) for x in tensors]
-            contents = [x.detach().clone() for x in _dense(states)]  # a write to `.data` leaves the version
+            contents = [x.detach().clone() if x.layout is torch.strided else None for x in states]
             derivatives = Derivatives(tensors)
             with said_to_compile(False), derivatives:  # as when the pipeline runs it
                 result = ran(args, kwargs)
@@ -306,10 +306,14 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             wrote = versions != [version_of(x) for x in tensors]
             if drew_others := others != _other_numbers():
                 piece.opaque.remembers.add("random numbers that are not torch's")
-            pairs = zip(_dense([getattr(part, name) for _, part, name in places]), contents, strict=False)
-            written = [now for now, content in pairs if not torch.equal(now, content)]
-            if any(isinstance(x, nn.Parameter) for x in written):
-                piece.opaque.remembers.add("parameters that it writes")
+            written = {  # a write to `.data` leaves the version
+                path: isinstance(now, nn.Parameter)
+                for (path, part, name), content in zip(places, contents, strict=True)
+                if content is not None and not torch.equal(now := getattr(part, name), content)
+            }
+            opaque.writes.update(path for path, is_parameter in written.items() if not is_parameter)
+            if True in written.values():
+                opaque.remembers.add("parameters that it writes")
             taken, by_lists = derivatives.taken, bool(own_sizes)
             shows = cut and not (drew or drew_others or written)
             copies = [x.detach().clone() for x in tensors if id(x) not in own_sizes] if shows else None
@@ -329,11 +333,6 @@ def _uses_more(piece: Piece) -> bool:
     """Whether a method was seen to use more than it is given."""
     uses = piece.opaque.uses
     return piece.opaque.method != "forward" and (uses is None or not all(is_used(path, uses) for path in piece.used))
-
-
-def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are not sparse."""
-    return [x for x in tensors if x.layout is torch.strided]
 
 
 def _shape(x: Tensor, of_samples: bool) -> tuple[int | None, ...]:

@@ -231,7 +231,7 @@ class Pieces:
         around: bool = False,
     ) -> Piece:
         """Keep this whole, without what was learnt of it before."""
-        opaque = replace(opaque, promises=[], written=[], remembers=set(), deferred=None)
+        opaque = replace(opaque, promises=[], written=[], remembers=set(), writes=set(), deferred=None)
         piece = Piece(opaque, twin, may_draw(twin, opaque.uses), self, around=around, frames=frames)
         self.of[piece.key] = piece
         twins.put_method(twin, piece.forward, opaque.method)

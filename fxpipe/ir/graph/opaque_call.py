@@ -132,6 +132,7 @@ class Opaque:
     - `written`: lines that write into its results.
     - `remembers`: attributes that its forward sets, or sources of random numbers other than torch; with any, it may
       behave differently when it runs again.
+    - `writes`: the buffers, among `names`, that runs have shown it to write.
     - `deferred`: None, or its norms update running statistics at the end of the mini-batch: how many calls in a forward
       have updated them before this one.
     - `method`: what is called; `uses`: the paths in the submodule of what that uses, None for all.
@@ -145,6 +146,7 @@ class Opaque:
     promises: list[Promise] = field(default_factory=list)
     written: list[Origin] = field(default_factory=list)
     remembers: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
     deferred: int | None = None
     advice: str = ""
     method: str = "forward"

@@ -21,7 +21,7 @@ from torch import nn
 from fxpipe.errors import BatchStatisticsWarning
 from fxpipe.ir.graph.graph import Graph, Origin, Ref
 from fxpipe.ir.graph.module_parts import used_modules
-from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.opaque_call import Opaque, opaques
 from fxpipe.ir.graph.shared_memory_values import memory_of
 from fxpipe.ir.once import once
 from fxpipe.ir.operators.batch_norm_ops import arguments
@@ -67,13 +67,15 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
 
 @once
 def written_buffers(graph: Graph) -> tuple[str, ...]:
-    """The paths of the buffers that forward writes, but for those of batch norms, and those of submodules kept whole,
-    of which nothing tells whether they are written."""
+    """The paths of the buffers that forward writes, but for those of batch norms; of submodules kept whole, those that
+    runs have shown to be written."""
     root, norms = memory_of(graph), tuple(f"{norm.path}." for norm in batch_norms(graph) if norm.path)
     ops = [op for op in graph.ops if arguments(op) is None and not isinstance(op.target, Opaque)]
     written = {root[name] for op in ops for name in op.writes if name in root}
-    states = [state for state in graph.states if state.kind == "buffer" and root.get(state.name) in written]
-    return tuple(state.path for state in states if not state.path.startswith(norms))
+    found = [state.path for state in graph.states if state.kind == "buffer" and root.get(state.name) in written]
+    for opaque in opaques(graph):
+        found += (f"{opaque.path}.{name}".lstrip(".") for name in opaque.names if name in opaque.writes)
+    return tuple(path for path in dict.fromkeys(found) if not path.startswith(norms))
 
 
 def _is_batch_norm(module: nn.Module) -> bool:

@@ -142,3 +142,22 @@ def test_a_warning_names_other_buffers_that_forward_writes(compile: Any) -> None
     assert told(compile(Counts(), 1), torch.randn(8, 4)) == []
     assert told(compile(Counts().eval()), torch.randn(8, 4)) == []
     assert told(compile(net()), torch.randn(8, 4)) == []
+
+
+class Tally(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*is kept whole")
+def test_buffers_that_a_submodule_kept_whole_writes_are_named(compile: Any) -> None:
+    pipe = compile(net(Whole(nn.BatchNorm1d(4), Tally(), nn.Linear(4, 4))), deferred_batch_norm=True)
+    (text,) = told(pipe, torch.randn(8, 4), torch.randn(8, 4))
+    assert text.startswith("forward writes into 1.parts.1.seen: each micro-batch does so in turn, 4 times")
+    assert "written buffers: each micro-batch writes into 1.parts.1.seen, in turn" in pipe.explain()
