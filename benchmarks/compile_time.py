@@ -4,7 +4,7 @@
 
 Two kinds of model, of about 100, 1,000 and 10,000 ops each. "Capture" is the first call of `torch.compile` with a
 backend that runs the captured graph as it is, the batch marked as dynamic. "fxpipe" is `fxpipe.compile` and the first
-call of the pipe; a second table says in which room the time went. Seconds are of the CPU: of a compilation, which is
+call of the pipe; a second table says in which phase the time went. Seconds are of the CPU: of a compilation, which is
 one thread's work, they are those of the clock on a machine that does nothing else.
 """
 
@@ -35,7 +35,7 @@ import fxpipe
 WIDTH = 8
 STAGES = 4
 CHUNKS = 4
-ROOMS = ("capture", "profiling", "planning", "passes", "simulator", "codegen", "loading", "running")
+PHASES = ("capture", "profiling", "planning", "passes", "simulator", "codegen", "loading", "running")
 
 
 class Block(nn.Module):
@@ -115,11 +115,11 @@ MODELS: Mapping[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One compilation: ops that were captured, seconds in all, and seconds in each of fxpipe's rooms."""
+    """One compilation: ops that were captured, seconds in all, and seconds in each of fxpipe's phases."""
 
     ops: int
     seconds: float
-    rooms: Mapping[str, float]
+    phases: Mapping[str, float]
 
 
 def capture_alone(model: nn.Module, x: Tensor) -> Run:
@@ -138,7 +138,7 @@ def capture_alone(model: nn.Module, x: Tensor) -> Run:
 
 def capture_to_running(model: nn.Module, x: Tensor) -> Run:
     devices = [f"cpu:{stage}" for stage in range(STAGES)]
-    with laps() as rooms:
+    with laps() as phases:
         start = process_time()
         pipe = fxpipe.compile(model, devices=devices, chunks=CHUNKS)
         pipe.prepare(x)
@@ -147,28 +147,28 @@ def capture_to_running(model: nn.Module, x: Tensor) -> Run:
         done = process_time()
     ops = len(pipe.build.graph.ops)
     pipe.close()
-    return Run(ops, done - start, {**rooms, "running": done - built})
+    return Run(ops, done - start, {**phases, "running": done - built})
 
 
 @contextmanager
 def laps() -> Iterator[dict[str, float]]:
-    """Seconds per room: fxpipe's log has a line at the end of each."""
-    rooms: dict[str, float] = {}
+    """Seconds per phase: fxpipe's log has a line at the end of each."""
+    phases: dict[str, float] = {}
 
     class Handler(logging.Handler):
         last = process_time()
 
         def emit(self, record: logging.LogRecord) -> None:
-            if isinstance(record.args, tuple) and record.args and record.args[0] in ROOMS:
+            if isinstance(record.args, tuple) and record.args and record.args[0] in PHASES:
                 now = process_time()
-                rooms[str(record.args[0])], self.last = now - self.last, now
+                phases[str(record.args[0])], self.last = now - self.last, now
 
     logger, handler = logging.getLogger("fxpipe"), Handler()
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
-        yield rooms
+        yield phases
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
@@ -202,8 +202,8 @@ def measure(sizes: Sequence[int], repeats: int) -> Runs:
 
 
 def _middle(runs: Sequence[Run]) -> Run:
-    rooms = {room: median(run.rooms[room] for run in runs) for room in runs[0].rooms}
-    return Run(runs[0].ops, median(run.seconds for run in runs), rooms)
+    phases = {phase: median(run.phases[phase] for run in runs) for phase in runs[0].phases}
+    return Run(runs[0].ops, median(run.seconds for run in runs), phases)
 
 
 def table(runs: Runs) -> str:
@@ -227,13 +227,13 @@ def _rows(runs: Runs) -> Iterator[list[str]]:
 
 
 def room_table(runs: Runs) -> str:
-    """Seconds in each of fxpipe's rooms."""
+    """Seconds in each of fxpipe's phases."""
     rows = [
-        [kind, f"{run.ops:,}", *(f"{run.rooms[room]:.2f}" for room in ROOMS)]
+        [kind, f"{run.ops:,}", *(f"{run.phases[phase]:.2f}" for phase in PHASES)]
         for (kind, _, route), run in runs.items()
         if route == "fxpipe"
     ]
-    return tabulate(rows, ("model", "ops", *ROOMS), stralign="right", disable_numparse=True)
+    return tabulate(rows, ("model", "ops", *PHASES), stralign="right", disable_numparse=True)
 
 
 def main() -> None:

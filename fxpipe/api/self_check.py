@@ -44,7 +44,7 @@ def check_once(compile: Compile) -> None:
     if torch.__version__ in _asked or not is_untested():
         return
     _asked.add(torch.__version__)
-    file = memory()
+    file = passed_marker_path()
     if file.exists():
         return
     for way, wrong in attempts(compile):
@@ -100,7 +100,7 @@ def small_model() -> nn.Sequential:
         )
 
 
-def memory() -> Path:
+def passed_marker_path() -> Path:
     """The file that is there if all was right for this torch, fxpipe and Python."""
     own = (torch.__version__, torch.version.git_version, torch.__file__, version("fxpipe"), sys.version)
     name = hashlib.sha256("\n".join(map(str, own)).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 
 from tqdm import tqdm
 
-from fxpipe.pipe.build.phase_timing import log, rooms
+from fxpipe.pipe.build.phase_timing import log, phases
 
 TICK = 0.2  # seconds; shorter work shows no line on a terminal,
 LATE = 0.9  # and none elsewhere
@@ -63,7 +63,7 @@ def line(what: str, seconds: float | None = None) -> Iterator[None]:
 
     def tick() -> None:
         while not done.wait(TICK):
-            bar.set_postfix_str(rooms[-1] if rooms else "", refresh=False)
+            bar.set_postfix_str(phases[-1] if phases else "", refresh=False)
             bar.update(TICK if seconds is None else min(TICK, seconds - bar.n))
 
     try:

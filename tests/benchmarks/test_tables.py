@@ -77,8 +77,8 @@ def test_compile_time_counts_the_same_ops_on_both_routes_and_all_the_time(
     alone, pipe = (runs[kind, 58, route] for route in ("capture", "fxpipe"))
     assert alone.ops == pipe.ops
     assert pipe.ops == pytest.approx(58, abs=5)
-    assert pipe.rooms.keys() == set(compile_time.ROOMS)
-    assert sum(pipe.rooms.values()) == pytest.approx(pipe.seconds, rel=0.05)
+    assert pipe.phases.keys() == set(compile_time.PHASES)
+    assert sum(pipe.phases.values()) == pytest.approx(pipe.seconds, rel=0.05)
 
 
 def test_one_gpu_says_so_where_there_is_none(

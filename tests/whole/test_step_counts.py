@@ -156,7 +156,7 @@ def live(pipe: fxpipe.Pipe, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[
 
     def note(m: Step, action: Action) -> None:
         if action.kind != "R":
-            kept = [i for (j, i) in [*m.kept, *m.weights] if j == action.stage and i != action.micro_batch]
+            kept = [i for (j, i) in [*m.kept, *m.pending_by_autograd] if j == action.stage and i != action.micro_batch]
             most[action.stage] = max(most[action.stage], len(kept) + 1)
 
     with monkeypatch.context() as patch:

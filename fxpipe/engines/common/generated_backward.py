@@ -39,7 +39,7 @@ class Like(NamedTuple):
 
 
 @dataclass
-class Later:
+class DeferredWeightGrad:
     """What the second half of a backward needs.
 
     - `args`: the arguments of forward.
@@ -143,20 +143,20 @@ class GeneratedBackward:
         self._add(kept.args, weights)
         return takes
 
-    def input_gradient(self, kept: Kept, grads: Grads, hooks: Any) -> tuple[list[Any], Later]:
+    def input_gradient(self, kept: Kept, grads: Grads, hooks: Any) -> tuple[list[Any], DeferredWeightGrad]:
         """The gradients of the arguments of the stage, and what `weight_gradient` needs, counted by `hooks`."""
         given, missing = self._arrived(kept, grads)
         if given is None:
-            return [None] * len(self.gradients.takes), Later(kept.args, None, missing)
+            return [None] * len(self.gradients.takes), DeferredWeightGrad(kept.args, None, missing)
         takes, handed = self._run(self.stage.input_gradient, (uncounted(kept, hooks), *given))
-        return self._reached(takes, missing), Later(kept.args, counted(handed, hooks), missing)
+        return self._reached(takes, missing), DeferredWeightGrad(kept.args, counted(handed, hooks), missing)
 
-    def weight_gradient(self, later: Later, hooks: Any) -> None:
+    def weight_gradient(self, deferred: DeferredWeightGrad, hooks: Any) -> None:
         """Add the gradients of the weights."""
-        if later.values is not None:
-            sums = self._sums(later.args, later.missing)
-            found = self._run(self.stage.weight_gradient, (uncounted(later, hooks), sums))
-            self._add(later.args, self._reached(found, later.missing, len(self.gradients.takes)))
+        if deferred.values is not None:
+            sums = self._sums(deferred.args, deferred.missing)
+            found = self._run(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
+            self._add(deferred.args, self._reached(found, deferred.missing, len(self.gradients.takes)))
 
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
         """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all
@@ -256,7 +256,7 @@ def counted(values: list[Any], hooks: Any) -> list[Any]:
     return [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
 
 
-def uncounted(kept: Kept | Later, hooks: Any) -> list[Any]:
+def uncounted(kept: Kept | DeferredWeightGrad, hooks: Any) -> list[Any]:
     """What backward needs. `kept` lets go of it."""
     values, kept.values = kept.values or [], []
     if not isinstance(hooks, saved_tensors.Saved):

@@ -42,7 +42,7 @@ def forward_beside_backward(
     kept = m.kept[j, i] = Kept(tuple(args), None, before)
     if not again:
         own.keep(kept, results, values)
-    takes = m.given(k, m.kept.pop((k, b)), found)
+    takes = m.finish_backward(k, m.kept.pop((k, b)), found)
     return (*results, *([takes] if single else takes))
 
 

@@ -26,7 +26,7 @@ from fxpipe.runtime.autograd.unalias_gradients import unshare
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 from fxpipe.torch_internals.autograd_engine import add_gradients
 
-from .generated_backward import GeneratedBackward, Later, full
+from .generated_backward import DeferredWeightGrad, GeneratedBackward, full
 from .gradient_scale import scaled
 from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
@@ -47,7 +47,9 @@ class Step(Batches):
 
     - `plan`: what was decided before; `progress`: how far all workers are.
     - `kept`: by stage and micro-batch, the arguments and results of a forward run.
-    - `weights`: the second half of each backward whose first half is done.
+    - `pending_by_autograd`, `pending_by_code`: what computes the gradients of parameters later, by stage and
+      micro-batch, where only the first half of backward is done; of stages with and without autograd.
+    - `loss_weights`: the share of the batch's samples in each micro-batch.
     - `generated`: by stage that runs here, its own backward; None where autograd computes gradients.
     - `by_code`: whether all stages that run here have a backward of their own.
     - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
@@ -67,11 +69,11 @@ class Step(Batches):
         self.plan, self.engine, self.mailboxes, self.routes = plan, plan.engine, plan.mailboxes, plan.routes
         self.pairs, self.progress, self.views = pairs, progress, views
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.weights: dict[tuple[int, int], Weights] = {}
-        self.later: dict[tuple[int, int], Later] = {}
+        self.pending_by_autograd: dict[tuple[int, int], Weights] = {}
+        self.pending_by_code: dict[tuple[int, int], DeferredWeightGrad] = {}
         self.fresh: list[list[Tensor]] = [[stand_in for _, stand_in in held] for held in pairs]
         self.leaves: dict[str, list[list[Tensor]]] = {}
-        self.shares = tuple([size / self.total for size in self.sizes])
+        self.loss_weights = tuple([size / self.total for size in self.sizes])
         self.hooks = self.make_hooks()
         outputs = [name for name, _, _ in self.engine.outputs]
         self.generated = {
@@ -110,7 +112,7 @@ class Step(Batches):
 
     def feed(self, name: str, j: int) -> None:
         """Put the micro-batches' pieces of an input into the mailbox of stage j."""
-        arrived = self.mailboxes[j].arrived
+        values = self.mailboxes[j].values
         for i, micro_batch in enumerate(self):
             piece = getattr(micro_batch, name)
             if isinstance(piece, Tensor):
@@ -122,7 +124,7 @@ class Step(Batches):
                 if wanted:
                     piece = piece.requires_grad_()
                     self.leaves.setdefault(name, [[] for _ in self])[i].append(piece)
-            arrived[j, i, name] = piece
+            values[j, i, name] = piece
 
     def receive(self, j: int, i: int, *names: str) -> Any:
         """The values sent to stage j for micro-batch i under these names: one value, or a list of several."""
@@ -132,10 +134,10 @@ class Step(Batches):
         routes, mailbox, key = self.routes, self.mailboxes[j], (j, i, name)
         if routes is not None and (j, name) in routes.of:
             return self._join(routes, j, i, name)
-        arrived = mailbox.arrived
-        if key not in arrived:
+        values = mailbox.values
+        if key not in values:
             mailbox.wait(key)
-        value = arrived.pop(key)
+        value = values.pop(key)
         return self.open(value, j, i, name) if isinstance(value, Transfer) else value
 
     def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
@@ -184,7 +186,7 @@ class Step(Batches):
             value.requires_grad_()
         mailbox = there.mailboxes[target]
         if mailbox is self.mailboxes[j]:
-            mailbox.arrived[target, i, name] = value
+            mailbox.values[target, i, name] = value
         else:
             mailbox.put(((target, i, name), value))
 
@@ -280,7 +282,7 @@ class Step(Batches):
         """The gradient of the loss, a result of stage j, with which backward begins: its share of the batch, scaled."""
         results = self.kept[j, i].results
         assert results is not None
-        share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.shares[i]
+        share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.loss_weights[i]
         loss = results[self.engine.gradients[j].gives[name]]
         scale = self.plan.scale
         return full(loss, share) if scale is None else scaled(full(loss, share / scale.accumulate), scale)
@@ -290,7 +292,7 @@ class Step(Batches):
         kept = self.kept.pop((j, i))
         own = self.generated[j]
         if own is not None:
-            return self.given(j, kept, own.backward(kept, grads, self.hooks[j]))
+            return self.finish_backward(j, kept, own.backward(kept, grads, self.hooks[j]))
         roots, given = kept.roots(grads, self.engine.gradients[j].gives.values())
         if roots:
             add_gradients(roots, given)
@@ -299,8 +301,9 @@ class Step(Batches):
         found = [kept.args[place].grad for place in self.engine.gradients[j].takes.values()]
         return found[0] if len(found) == 1 else found
 
-    def given(self, j: int, kept: Kept, found: list[Any]) -> Any:
-        """The gradients of stage j's arguments, as backward returns them; those of inputs are put where they wait."""
+    def finish_backward(self, j: int, kept: Kept, found: list[Any]) -> Any:
+        """The gradients of stage j's arguments, in the form that `backward` returns: one, or a list. Those of the caller's
+        inputs are also set on their pieces in `leaves`, from which they are collected after the step."""
         if self.fresh[j]:
             self.unshare_gradients(j)
         if self.leaves:
@@ -317,14 +320,14 @@ class Step(Batches):
             return Step.backward(self, j, i, *grads)  # not self.backward, for the same reason
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
         if own is not None:
-            some, self.later[j, i] = own.input_gradient(kept, grads, self.hooks[j])
-            return self.given(j, kept, some)
+            some, self.pending_by_code[j, i] = own.input_gradient(kept, grads, self.hooks[j])
+            return self.finish_backward(j, kept, some)
         assert kept.results is not None
         results = [kept.results[place] for place in gives.values()]
         leaves = [kept.args[place] for place in takes.values()]
         hooks = self.hooks[j]
         saved = hooks if isinstance(hooks, Saved) else None
-        found, self.weights[j, i] = input_gradient(results, grads, leaves, saved)
+        found, self.pending_by_autograd[j, i] = input_gradient(results, grads, leaves, saved)
         if self.leaves:  # inputs with a gradient
             for leaf, grad in zip(leaves, found, strict=True):
                 leaf.grad = grad
@@ -334,11 +337,11 @@ class Step(Batches):
         """The other half of backward: the gradients of the parameters of stage j."""
         own = self.generated[j]
         if own is not None:
-            own.weight_gradient(self.later.pop((j, i)), self.hooks[j])
+            own.weight_gradient(self.pending_by_code.pop((j, i)), self.hooks[j])
         elif self.stages[j].compiled:
             return
         else:
-            weight_gradient(self.weights.pop((j, i)))
+            weight_gradient(self.pending_by_autograd.pop((j, i)))
         if self.fresh[j]:
             self.unshare_gradients(j)
 

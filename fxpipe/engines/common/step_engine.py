@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.engines.transports.mailbox import LOST, Mailbox, Stopped
+from fxpipe.engines.transports.mailbox import LIVENESS_POLL, Mailbox, Stopped
 from fxpipe.errors import PackageError
 from fxpipe.ir.schedule.schedule import Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
@@ -195,7 +195,7 @@ class StepScheduler(SchedulerBase):
     def run_rows(self, m: Step) -> None:
         """Let every worker run its row; return when all are done or have stopped."""
         reports: SimpleQueue[Report] = SimpleQueue()
-        workers = self.replica_devices(m)
+        workers = self.worker_steps(m)
         ours = workers.pop(self.devices[-1])
         begun: list[str] = []
         try:
@@ -215,7 +215,7 @@ class StepScheduler(SchedulerBase):
             except RuntimeError as error:
                 m.progress.stop(error)
 
-    def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
+    def worker_steps(self, m: Step) -> dict[str, tuple[Step, int]]:
         """For each worker that has a row, by its label: its step, and a stage that it runs."""
         return {label: (m, j) for j, label in enumerate(self.devices) if label in m.plan.rows}
 
@@ -227,7 +227,7 @@ class StepScheduler(SchedulerBase):
             try:
                 if all(label in done or not self._workers[label].thread.is_alive() for label in workers):
                     return
-                reports.get(timeout=LOST)
+                reports.get(timeout=LIVENESS_POLL)
             except Empty:
                 continue
             except BaseException as error:  # the second Ctrl-C

@@ -18,7 +18,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from fxpipe.engines.common.scheduler_base import Batches, SchedulerBase
-from fxpipe.engines.transports.mailbox import LOST
+from fxpipe.engines.transports.mailbox import LIVENESS_POLL
 from fxpipe.runtime.autograd.backward_notes import watching
 from fxpipe.runtime.deferred_norms import commit, discard
 from fxpipe.runtime.error_notes import add_note
@@ -87,7 +87,7 @@ class Pipeline(SchedulerBase):
         """The next report. Raises RuntimeError if a worker is gone: then the report may never come."""
         while True:
             try:
-                return reports.get(timeout=LOST)
+                return reports.get(timeout=LIVENESS_POLL)
             except Empty:
                 self.check_alive()
 

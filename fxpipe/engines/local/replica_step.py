@@ -101,7 +101,7 @@ class ReplicatedScheduler(StepScheduler):
                     empty(replica)
         return m
 
-    def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
+    def worker_steps(self, m: Step) -> dict[str, tuple[Step, int]]:
         assert m.views is not None
         return {
             label: (step, j)

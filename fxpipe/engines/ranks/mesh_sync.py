@@ -62,7 +62,7 @@ class MeshSync:
     def collect(self, values: list[Any]) -> list[Any]:
         """The values of the ranks of all rows, given those of this row. Raises Lost."""
         for world in self.worlds:
-            values = [value for row in world.collect(values) for value in row]
+            values = [value for row in world.all_gather_object(values) for value in row]
         return values
 
     def place(self, rank: int, size: int) -> int:

@@ -149,7 +149,7 @@ class RankScheduler:
         replica of each stage to the others. All ranks make this call. Raises Lost."""
         if groups := self.program.groups:
             hosted = self.world.communicators is None
-            near = [{*ranks} for ranks in self.world.collect([self.world.rank, *self.world.local_peers])]
+            near = [{*ranks} for ranks in self.world.all_gather_object([self.world.rank, *self.world.local_peers])]
             self.world.make_groups([g for g in groups if not (hosted and all({*g} <= near[rank] for rank in g))])
         if self.replicated:
             shared = () if self.parallel is None else self.parallel.tensors()  # in place of the model's own

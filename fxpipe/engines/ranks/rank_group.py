@@ -383,18 +383,18 @@ class World:
         self.wait_apart(peer, lambda: place in tcp_peer.found)
         return bytes(tcp_peer.found.pop(place))
 
-    def share(self, value: Any = None, home: int = LEADER) -> Any:
+    def broadcast(self, value: Any = None, home: int = LEADER) -> Any:
         """Give all ranks a copy of the value of rank `home`. Raises Lost."""
         if self.rank == home:
             self.tell(*self.others, data=pickle.dumps(value))
             return value
         return pickle.loads(self.hear(home))
 
-    def collect(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks, in order, on all ranks. Raises Lost."""
         found = None
         if self.leads:
             found = [value, *(pickle.loads(self.hear(peer)) for peer in self.others)]
         else:
             self.tell(LEADER, data=pickle.dumps(value))
-        return cast(list[Any], self.share(found))
+        return cast(list[Any], self.broadcast(found))

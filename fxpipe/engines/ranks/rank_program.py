@@ -33,7 +33,7 @@ class RankMessage:
 
     - `key`: its target stage, micro-batch, and name in the generated code.
     - `peer`: the rank at the other end.
-    - `dtype`, `shape`: those of the whole value; `number`: the type of a Python number, else None.
+    - `dtype`, `shape`: those of the whole value; `scalar_type`: the type of a Python number, None for a tensor.
     - `route`: how the value is cut, if the message is a piece.
     """
 
@@ -42,7 +42,7 @@ class RankMessage:
     peer: int
     dtype: torch.dtype
     shape: tuple[Dim, ...]
-    number: str | None
+    scalar_type: str | None
     route: Route | None
 
 

@@ -34,7 +34,7 @@ from .rank_program import Batch, RankProgram
 from .rank_transport import RankTransport
 from .rendezvous import LEADER
 from .replicas.shard_exchange import ShardExchange
-from .step_consensus import Failure, Numbers, consensus, share_value
+from .step_consensus import Failure, Numbers, broadcast_value, consensus
 from .weight_exchange import WeightExchange, WholeLoans
 
 
@@ -114,7 +114,7 @@ class RankRun:
         self.weights = WeightExchange(m, transport, plan.lent)
         self.numbers: Numbers = {}
         self.inputs: dict[str, int] = {}
-        transport.freed += [m.kept, m.weights, m.later]
+        transport.freed += [m.kept, m.pending_by_autograd, m.pending_by_code]
 
     # The program ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class RankRun:
 
     def _receive_rest(self) -> None:
         """Receive the messages that no action has taken: a rank that has failed still receives all messages to it."""
-        for key in list(self.transport.posted):
+        for key in list(self.transport.pending_receives):
             self._guarded(None, self.transport.open_message, key)
 
     def _exchange(self, batch: Batch) -> None:
@@ -245,7 +245,7 @@ class RankRun:
             if others:
                 values = [value.to(self.world.device) if isinstance(value, Tensor) else value for value in values]
             found = gather(values, *self.steps.outputs[at][1:], [size for some in rows for size in some])
-        return share_value(self.world, found, first)
+        return broadcast_value(self.world, found, first)
 
     def _settle(self) -> None:
         """Put this rank's outputs that are tensors of one number, such as the loss, into `numbers`; with replicas, its
@@ -291,7 +291,9 @@ class RankRun:
         leaves = self._all_leaves() if self.plan.slices is not self.whole else self.m.leaves
         ours = {id(value): whole.grad for value, whole in self.steps.input_pairs(leaves, batch)}
         mine = {name: ours[id(value)] for name, value in wanted.items() if id(value) in ours}
-        parts = self.world.collect({name: None if grad is None else grad.cpu() for name, grad in mine.items()})
+        parts = self.world.all_gather_object(
+            {name: None if grad is None else grad.cpu() for name, grad in mine.items()}
+        )
         pairs = []
         for name, value in wanted.items():
             grads = [part[name] for part in parts if part.get(name) is not None]

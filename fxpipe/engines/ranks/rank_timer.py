@@ -78,7 +78,7 @@ class RankTimer:
         share(transport, line)
 
     def open_message(self, transport: RankTransport, open_message: Callable[..., Any], key: Key) -> Any:
-        message = transport.posted[key][0].message
+        message = transport.pending_receives[key][0].message
         value = open_message(transport, key)
         self.taking[message] = perf_counter()
         return value
@@ -99,7 +99,9 @@ class RankTimer:
             for noted in (self.sending, self.taking)
         )
         memory = dict(zip(own.devices, own.memory, strict=True))
-        self.notes_of_all += self.world.collect(Notes(begun, (begun + start, begun + end), spans, sent, taken, memory))
+        self.notes_of_all += self.world.all_gather_object(
+            Notes(begun, (begun + start, begun + end), spans, sent, taken, memory)
+        )
 
     def timeline(self, name: str, replica_groups: Sequence[Sequence[str]]) -> Timeline:
         """The timeline of all ranks, in seconds since the first of them began."""

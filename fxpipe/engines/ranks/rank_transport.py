@@ -70,11 +70,11 @@ class RankTransport:
         sources = [(source, dim) for _, source, dim in program.table.sizes]
         found = [[(getattr(one, source), dim) for source, dim in sources] for one in batch.micro_batches]
         self.known = [tuple([value if dim is None else value.shape[dim] for value, dim in row]) for row in found]
-        self.arrived: dict[Key, Any] = {}
-        self.posted: dict[Key, tuple[RankMessage, Callable[[], Any]]] = {}
+        self.values: dict[Key, Any] = {}
+        self.pending_receives: dict[Key, tuple[RankMessage, Callable[[], Any]]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in self.world.others}
         self.calls, self.issued = list[Call](), deque[Call]()
-        self.freed: list[dict[Any, Any]] = [self.arrived]
+        self.freed: list[dict[Any, Any]] = [self.values]
         self.idle, self.broken, self.error = idle, error is not None, error
 
     def fail(self, error: BaseException | None) -> None:
@@ -86,14 +86,14 @@ class RankTransport:
 
     def put(self, message: tuple[Key, Any] | None) -> None:
         if message is not None:
-            self.arrived[message[0]] = message[1]
+            self.values[message[0]] = message[1]
 
     def wait(self, key: Key) -> None:
-        self.arrived[key] = self.open_message(key)
+        self.values[key] = self.open_message(key)
 
     def expect(self, entry: RankMessage) -> None:
         """Post the receive of a message. Raises Lost."""
-        if self.world.communicators is not None and entry.number is None:
+        if self.world.communicators is not None and entry.scalar_type is None:
             self._expect_apart(entry)
             return
         size = self.size(entry)
@@ -104,11 +104,11 @@ class RankTransport:
         except Lost as error:
             self.fail(self.located(error, entry.message))
         else:
-            self.posted[entry.key] = entry, partial(self._read, receive, size, entry.number)
+            self.pending_receives[entry.key] = entry, partial(self._read, receive, size, entry.scalar_type)
 
-    def _read(self, receive: Callable[[], Tensor], size: Size, number: str | None) -> Any:
+    def _read(self, receive: Callable[[], Tensor], size: Size, scalar_type: str | None) -> Any:
         self._rest()
-        return read(receive(), size, number)
+        return read(receive(), size, scalar_type)
 
     def _rest(self) -> None:
         """Do what there is time for, as this rank is about to wait."""
@@ -121,7 +121,7 @@ class RankTransport:
         size, peer = self.size(entry), entry.peer
         if size is None:
             return
-        beside = self.world.communicators is not None and entry.number is None
+        beside = self.world.communicators is not None and entry.scalar_type is None
         form = WORD if beside else size
         slot, buffer = self.space(partial(self.world.buffer, peer, form))
         elements = self._written(entry, size, buffer, beside)
@@ -145,8 +145,8 @@ class RankTransport:
 
     def _written(self, entry: RankMessage, size: Size, buffer: Tensor, beside: bool) -> Tensor | None:
         """Write the message of a value, or only its word, into `buffer`; returns the elements that go beside it."""
-        if not self.broken and entry.key in self.arrived:
-            value = self.arrived.pop(entry.key)
+        if not self.broken and entry.key in self.values:
+            value = self.values.pop(entry.key)
             grad = isinstance(value, Tensor) and value.requires_grad
             value = value.detach() if grad else value
             write = apart if beside else seal
@@ -169,7 +169,7 @@ class RankTransport:
     def open_message(self, key: Key) -> Any:
         """Wait for a message: its value. Raises FailedElsewhere if its sender has failed, RankError if a rank is
         lost."""
-        entry, opened = self.posted.pop(key)
+        entry, opened = self.pending_receives.pop(key)
         try:
             return opened()
         except Lost as error:
@@ -180,7 +180,7 @@ class RankTransport:
     def share(self, line: RankCollective) -> None:
         """Give this rank's part to a collective, or, if it has failed, what says so, and post the receive of what is
         made of all parts. Raises Lost."""
-        value = None if self.broken else self.arrived.pop(line.own.key)
+        value = None if self.broken else self.values.pop(line.own.key)
         grad = isinstance(value, Tensor) and value.requires_grad
         exchange = self._form(line)
         post: Any = self._share_together if line.ranks in self.world.collectives.groups else self._share_here
@@ -189,7 +189,7 @@ class RankTransport:
         except Lost as error:
             self.fail(self.located(error, line.own.message))
         else:
-            self.posted[line.own.key] = line.own, opened
+            self.pending_receives[line.own.key] = line.own, opened
 
     def _form(self, line: RankCollective) -> Exchange:
         """The types and shapes of a collective of this micro-batch."""
@@ -291,7 +291,7 @@ class RankTransport:
         word = self.space(partial(self.world.receive, entry.peer, WORD))
         call = Call(False, entry.peer, self.space(partial(self._memory, size)))
         self.calls.append(call)
-        self.posted[entry.key] = entry, partial(self._join, word, size, call)
+        self.pending_receives[entry.key] = entry, partial(self._join, word, size, call)
 
     def _memory(self, size: Size) -> Tensor:
         """Memory for the elements of a value."""

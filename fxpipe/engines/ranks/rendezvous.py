@@ -36,7 +36,7 @@ PAUSE = 0.01  # seconds
 _met: list[Any] = []  # the stores that `meet` has given
 
 
-def may_meet_the_gone() -> bool:
+def store_may_be_stale() -> bool:
     """Whether torchrun may start this script again, and torch.distributed then finds in its store what ranks have left
     that are gone: as it was initialised in another way than by `ADDRESS`."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

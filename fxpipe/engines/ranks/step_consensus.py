@@ -87,10 +87,10 @@ def added(shares: Iterable[Numbers]) -> Numbers:
     return found
 
 
-def share_value(world: World, value: Any, home: int) -> Any:
+def broadcast_value(world: World, value: Any, home: int) -> Any:
     """Share a tensor or number of rank `home` with all ranks; tensors arrive on each rank's device. Raises Lost."""
     if world.rank != home:
-        found = world.share(None, home)
+        found = world.broadcast(None, home)
         return found.to(world.device) if isinstance(found, Tensor) else found
-    world.share(value.detach().cpu() if isinstance(value, Tensor) else value, home)
+    world.broadcast(value.detach().cpu() if isinstance(value, Tensor) else value, home)
     return value

@@ -90,7 +90,7 @@ class WeightExchange:
                 tensor = self._held(loan.home, loan.path, loan.constant) if whole is None else whole
                 for k in range(len(self.table.replica_groups[loan.user])):
                     lent = tensor.detach().requires_grad_(tensor.requires_grad)
-                    self.transport.arrived[self._key(loan, k)] = lent
+                    self.transport.values[self._key(loan, k)] = lent
             elif user and not home:
                 self.awaited.setdefault(loan.user, []).append(loan)
 
@@ -123,7 +123,7 @@ class WeightExchange:
             grad: Tensor | None = exchange.part(part)
         else:  # None for a replica without work
             grad = getattr(self.m.lent, self._loan(message.value, message.source).borrowed).grad
-        self.transport.arrived[self.program.key(message)] = grad
+        self.transport.values[self.program.key(message)] = grad
 
     def reduce(self, do: str, message: Message) -> None:
         """Receive the gradient of a lent tensor and add it to its owner's, or receive a part of a bucket."""

@@ -123,7 +123,7 @@ class Replay:
     def begin(self, m: Step) -> None:
         start = perf_counter()
         for key, (value, grad) in self.sent.items():
-            m.mailboxes[key[0]].arrived[key] = (
+            m.mailboxes[key[0]].values[key] = (
                 value.detach().requires_grad_(grad) if isinstance(value, Tensor) else value
             )
         wrap(m, {"recompute": partial(timed_recompute, self.seconds), "_post": nobody_waits})

@@ -86,7 +86,7 @@ def once(
         start = perf_counter()
         engine.run(batch, chunks, None, seed, observer=replay, commit_pairs=partial(replay.commit, grads))
         end = perf_counter()
-    ranks: list[Notes] = engine.world.collect(replay.notes(start, end))
+    ranks: list[Notes] = engine.world.all_gather_object(replay.notes(start, end))
     return Times(
         dict(sorted(chain.from_iterable(one.seconds.items() for one in ranks))),
         dict(chain.from_iterable(one.messages.items() for one in ranks)),
@@ -118,7 +118,7 @@ class Recorder:
 
     def report(self) -> None:
         own = self.timer.timeline("")
-        for devices, memory in self.world.collect((own.devices, own.memory)):
+        for devices, memory in self.world.all_gather_object((own.devices, own.memory)):
             self.memory |= dict(zip(devices, memory, strict=True))
 
 
@@ -233,7 +233,7 @@ def handovers(world: World) -> tuple[Link, ...]:
     to write and read it is a part of their actions, so there bytes take no further time. All ranks make this call
     together. Raises Lost."""
     pairs = list(combinations(range(len(world.labels)), 2))
-    of_all = world.collect({pair: _link(world, *pair) for pair in pairs if world.rank in pair})
+    of_all = world.all_gather_object({pair: _link(world, *pair) for pair in pairs if world.rank in pair})
     return tuple(of_all[pair[0]][pair] for pair in pairs)
 
 

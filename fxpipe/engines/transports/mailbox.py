@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-LOST = 0.25  # seconds without a message after which a worker checks that the others are alive
+LIVENESS_POLL = 0.25  # seconds without a message after which a worker checks that the others are alive
 Key = tuple[int, int, str]  # stage, micro-batch, name
 
 
@@ -18,7 +18,7 @@ class Stopped(BaseException):
 class Transport(Protocol):
     """How messages get to a stage. `arrived`: the values that are there, by key."""
 
-    arrived: dict[Key, Any]
+    values: dict[Key, Any]
 
     @property
     def put(self) -> Callable[[tuple[Key, Any] | None], None]:
@@ -34,16 +34,16 @@ class Mailbox:
     def __init__(self, check: Callable[[], None]) -> None:
         self._queue = SimpleQueue[tuple[Key, Any] | None]()
         self._check = check
-        self.arrived: dict[Key, Any] = {}
+        self.values: dict[Key, Any] = {}
         self.put = self._queue.put
 
     def wait(self, key: Key) -> None:
-        while key not in self.arrived:
+        while key not in self.values:
             try:
-                message = self._queue.get(timeout=LOST)
+                message = self._queue.get(timeout=LIVENESS_POLL)
             except Empty:
                 self._check()
                 continue
             if message is None:
                 raise Stopped
-            self.arrived[message[0]] = message[1]
+            self.values[message[0]] = message[1]

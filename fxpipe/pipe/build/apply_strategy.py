@@ -37,7 +37,7 @@ RequestedPlan = Plan | Planned | Replanned | Searched | tuple[OperatorGraph, Str
 
 
 @dataclass(frozen=True)
-class Sharding:
+class StrategyPlacement:
     """Cuts the ops of a graph and places them on `devices` devices, as the `strategy` for `operators` says.
 
     - `first`: the graph of the first kind of call; later kinds may have other operators, cut like their first input.
@@ -60,7 +60,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class TensorParallelPlacement:
     """Cuts the ops of a graph over the groups of a plan's stages.
 
     - `whole_sums`: as for `share`.
@@ -102,9 +102,9 @@ class Sharing:
         return fitted
 
 
-def later(place: Place, first: Graph | None) -> Place:
+def with_first_graph(place: Place, first: Graph | None) -> Place:
     """What places the ops of a kind of call; `first`: the graph of the first kind, None for that one."""
-    return replace(place, first=first) if isinstance(place, (Sharding, Sharing)) else place
+    return replace(place, first=first) if isinstance(place, (StrategyPlacement, TensorParallelPlacement)) else place
 
 
 def same_ops(graph: Graph, first: Graph) -> bool:
@@ -165,10 +165,12 @@ def shares_ops(plan: Plan) -> bool:
 
 def strategy_of(place: Place | None) -> Strategy | None:
     """The strategy by which a function places ops; None for a caller's own function."""
-    return place.strategy if isinstance(place, Sharding) else None
+    return place.strategy if isinstance(place, StrategyPlacement) else None
 
 
-def way_of(strategy: Strategy | None, given: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[int, Any, Any]:
+def strategy_options(
+    strategy: Strategy | None, given: Mapping[str, Any], told: Mapping[str, Any]
+) -> tuple[int, Any, Any]:
     """The options chunks, schedule and checkpoint with this strategy, for all that are `given`, and those of them that
     the user has `told`. Several micro-batches run one after the other, and a strategy says what is recomputed."""
     micro_batches = strategy.micro_batches if strategy else 1
@@ -194,12 +196,12 @@ def strategy_devices(
 
 
 def place_of(asked: RequestedPlan | None) -> tuple[Place, int | None] | None:
-    """A function that places ops, a `Sharding` for a strategy, and the number of devices it uses; None for the caller's
-    own function. Returns None for a plan of stages. Raises PlanError for a strategy that is not valid."""
+    """A function that places ops, a `StrategyPlacement` for a strategy, and the number of devices it uses; None for the
+    caller's own function. Returns None for a plan of stages. Raises PlanError for a strategy that is not valid."""
     if isinstance(asked, (str, Path)):
         asked = _strategy_in(asked)
     if isinstance(asked, Searched):
-        return Sharding(asked.graph, asked.strategy, len(asked.cluster.devices)), len(asked.cluster.devices)
+        return StrategyPlacement(asked.graph, asked.strategy, len(asked.cluster.devices)), len(asked.cluster.devices)
     if isinstance(asked, tuple):
         graph, strategy = asked
         devices = 1 + max(device for config in strategy.configs for device in config.devices)
@@ -207,7 +209,7 @@ def place_of(asked: RequestedPlan | None) -> tuple[Place, int | None] | None:
             check(graph, strategy, devices)
         except ValueError as error:
             raise PlanError(str(error)) from None
-        return Sharding(graph, strategy, devices), devices
+        return StrategyPlacement(graph, strategy, devices), devices
     return (asked, None) if callable(asked) else None
 
 

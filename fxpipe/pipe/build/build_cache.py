@@ -146,7 +146,7 @@ class BuildCache:
             if self.home is not None:
                 self._tell_loans(made)
             if self.options.place is None or self.options.ranks:
-                self._settle(graph, made)
+                self._assign_owners(graph, made)
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self.builds))
         elif made.graph.states is not graph.states:
@@ -158,7 +158,7 @@ class BuildCache:
             self._tell_statistics(made, batch_size(graph, inputs))
         return made
 
-    def _settle(self, graph: Graph, made: Build) -> None:
+    def _assign_owners(self, graph: Graph, made: Build) -> None:
         """Note which device owns what, from now on. The first build decides for all tensors of the model, unless an
         earlier pipe has: the first device gets those that it does not use. Those of a loss function are decided when
         they are first used."""

@@ -1,4 +1,4 @@
-"""How long each phase of a build ("room") takes, in the log at debug level:
+"""How long each phase of a build ("phase") takes, in the log at debug level:
 `logging.getLogger("fxpipe").setLevel(logging.DEBUG)`."""
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from time import perf_counter
 
 log = logging.getLogger("fxpipe")
-rooms: list[str] = []  # the phases that are running, the outermost first
+phases: list[str] = []  # the phases that are running, the outermost first
 
 
 @contextmanager
-def timed(room: str) -> Iterator[None]:
+def timed(phase: str) -> Iterator[None]:
     """A context that logs its time in milliseconds, unless it raises."""
     start = perf_counter()
-    rooms.append(room)
+    phases.append(phase)
     try:
         yield
     finally:
-        rooms.remove(room)
-    log.debug("%s: %.1f ms", room, 1e3 * (perf_counter() - start))
+        phases.remove(phase)
+    log.debug("%s: %.1f ms", phase, 1e3 * (perf_counter() - start))

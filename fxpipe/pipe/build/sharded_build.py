@@ -31,7 +31,7 @@ from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_byte
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
-from .apply_strategy import Sharing, later, strategy_of
+from .apply_strategy import TensorParallelPlacement, strategy_of, with_first_graph
 from .build import Build, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
@@ -52,8 +52,8 @@ def build(
     """
     assert options.place is not None
     trail: dict[str, Program | Placed] = {}
-    place = later(options.place, first)
-    if options.ranks and isinstance(place, Sharing):
+    place = with_first_graph(options.place, first)
+    if options.ranks and isinstance(place, TensorParallelPlacement):
         place = replace(place, whole_sums=True)
     with timed("sharding"):
         placed = rewrite_placed(place(graph, sizes), len(options.devices), trail.__setitem__)
@@ -104,7 +104,7 @@ def _plan(
     """A plan with a stage for each segment, and one without ops on each device of `owning`, which owns tensors, that
     computes nothing. "except_last" with one micro-batch recomputes nothing: "never". Segments that the strategy
     recomputes always do; those of a plan are as the plan's stage."""
-    if isinstance(options.place, Sharing):
+    if isinstance(options.place, TensorParallelPlacement):
         modes = options.place.checkpoints
     else:
         mode = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)

@@ -16,7 +16,14 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
-from fxpipe.pipe.build.apply_strategy import Sharing, place_of, shared_plan, strategy_devices, strategy_of, way_of
+from fxpipe.pipe.build.apply_strategy import (
+    TensorParallelPlacement,
+    place_of,
+    shared_plan,
+    strategy_devices,
+    strategy_of,
+    strategy_options,
+)
 from fxpipe.pipe.results.planned import Planned, cluster_in
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.schedules.make_schedule import AUTO
@@ -42,13 +49,17 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         place, count = strategy
         refuse_beside_strategy(told, strategy_of(place))
         labels = strategy_devices(devices, count)
-        chunks, schedule, given["checkpoint"] = way_of(strategy_of(place), given, told)
+        chunks, schedule, given["checkpoint"] = strategy_options(strategy_of(place), given, told)
         if "checkpoint" not in told and given["checkpoint"] == AUTO:
             given["checkpoint"] = "except_last"  # what recomputing saves is simulated for stages, which it has not
         replica_groups = deal(labels, None)
     elif shared is not None:
         refuse_beside_plan(shared.plan, told)
-        place, schedule, chunks = Sharing(shared.plan, shared.shardings), shared.plan.schedule, shared.plan.chunks
+        place, schedule, chunks = (
+            TensorParallelPlacement(shared.plan, shared.shardings),
+            shared.plan.schedule,
+            shared.plan.chunks,
+        )
         labels, given["checkpoint"] = _shared_devices(shared, devices), "never"  # but for stages of the plan
         refuse_optimizer_sharding(shared.plan, labels, ranks, told)
         cluster = cluster or (shared.cluster if devices is None else None)

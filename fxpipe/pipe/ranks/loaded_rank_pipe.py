@@ -83,7 +83,9 @@ def _load_together(
     folder: Path, model: nn.Module, world: World, backend: Backend | None, check_inputs: bool
 ) -> LoadedRanks:
     loaded = list[RunningPackage]()  # one, once it is there: nothing is called before
-    ranks = Ranks(world, check_inputs, partial(refuse, loaded), lambda: None)  # no values of others are gathered here
+    ranks = Ranks(
+        world, check_inputs, partial(join_failed_call, loaded), lambda: None
+    )  # no values of others are gathered here
     error, made = None, None
     try:
         live = opened(folder, model, backend)
@@ -111,7 +113,9 @@ def _load_together(
     return made
 
 
-def refuse(loaded: Sequence[RunningPackage], _: Header, signatures: CallArguments, error: BaseException) -> None:
+def join_failed_call(
+    loaded: Sequence[RunningPackage], _: Header, signatures: CallArguments, error: BaseException
+) -> None:
     """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
     live, (args, kwargs, target) = loaded[0], signatures
     inputs = live.package.inputs(*args, **with_target(live.package, kwargs, target))

@@ -102,7 +102,7 @@ class Parallel:
             return self._kind(found[0])
 
         def collect(value: Any) -> list[Any]:
-            return [one for row in column.collect(self.world.collect(value)) for one in row]
+            return [one for row in column.all_gather_object(self.world.all_gather_object(value)) for one in row]
 
         count = len(self.world.labels)
         kinds = on_each(collect, make)[column.rank * count :][:count]  # a plan may have nothing for some ranks

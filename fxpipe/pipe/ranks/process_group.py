@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fxpipe.engines.ranks.failure_attribution import Lost
 from fxpipe.engines.ranks.rank_group import World
-from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, may_meet_the_gone
+from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, store_may_be_stale
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Communicators, backends, each_way
 from fxpipe.engines.transports.same_machine import SPIN, neighbours
@@ -44,7 +44,7 @@ def find_world(
     size = dist.get_world_size(group)
     if dist.get_rank(group) < 0:
         raise PlanError(f"rank {dist.get_rank()} is not in the group that is to run the pipe")
-    if dist.get_rank() == 0 and may_meet_the_gone():
+    if dist.get_rank() == 0 and store_may_be_stale():
         warnings.warn(
             "if torchrun starts this script again, as --max-restarts allows, init_process_group may fail or hang: the "
             "store of torchrun still has the addresses of ranks that are gone. Write "
@@ -79,7 +79,7 @@ def number_pipe(world: World) -> None:
     """Give a new pipe the same number on all ranks, which make this call together. Raises Lost, also if another rank is
     still in a pipe that this one has left."""
     with world.interrupts:
-        world.collect(None)
+        world.all_gather_object(None)
         world.open.make()
 
 
@@ -178,7 +178,7 @@ def connected(group: Any, device: torch.device, timeout: float, backend: str, st
     groups = CollectiveGroups(backend if queued else "gloo", store, rank, device, limit)
     made = World(group, rank, labels, device, control, tcp_peers, timeout, store, groups)
     try:
-        made.local_peers = neighbours(rank, made.collect)
+        made.local_peers = neighbours(rank, made.all_gather_object)
         if queued:
             made.communicators = Communicators(backend, store, rank, len(ranks), device, limit)
             for call in made.communicators.touch():

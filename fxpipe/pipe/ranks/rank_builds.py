@@ -79,7 +79,7 @@ class RankBuilds:
         """The running package of a build on this rank. For a new build, waits until all ranks have loaded theirs, and
         gives replicas the same values."""
 
-        if self.ranks.unsharded:
+        if self.ranks.sharding_pending:
             raise FxpipeError(
                 "optimizer_sharding='zero3' shards parameters before the first step: pass example_inputs to "
                 "fxpipe.compile, or call pipe.prepare(...); on the meta device, also pipe.materialize()"
@@ -90,14 +90,14 @@ class RankBuilds:
 
         new = self.calls.joined
         if new:
-            on_each(self.world.collect, load)
+            on_each(self.world.all_gather_object, load)
         live = self.cache.live(made)
         if new:
             ranked(live).join()
             self.ranks.release_others()
         return live
 
-    def refuse(self, header: Header, signatures: CallArguments, error: BaseException) -> None:
+    def join_failed_call(self, header: Header, signatures: CallArguments, error: BaseException) -> None:
         """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
         if header.kind == NEW:
             agree(self.world, None, error)
@@ -166,11 +166,11 @@ class RankBuilds:
                 decided = Decided(made.plan, made.schedule, made.profile, made.cluster)
             except BaseException as failed:
                 error = failed
-            self.world.share((decided, describe(error)))
+            self.world.broadcast((decided, describe(error)))
             if error is not None:
                 raise error
         else:
-            decided, failed_there = self.world.share()
+            decided, failed_there = self.world.broadcast()
             if decided is None:
                 raise RankError(f"rank {LEADER}: {failed_there}")
             made = build_like(cache, graph, inputs, decided)

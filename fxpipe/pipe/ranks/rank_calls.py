@@ -83,7 +83,7 @@ class Header:
 UNHEARD = Header(failed="not heard")  # while waiting for the header: the leader may be lost
 
 Call = Callable[[CallArguments], Any]
-Refuse = Callable[
+JoinFailedCall = Callable[
     [Header, CallArguments, BaseException], object
 ]  # takes part in the call, and reports this rank's error
 
@@ -113,7 +113,7 @@ class RankCalls:
         self.sent: bytes | None = None
         self.seen: tuple[Any, ...] | None = None
 
-    def make(self, call: Call, given: CallArguments, refuse: Refuse, name: str = "step") -> Any:
+    def make(self, call: Call, given: CallArguments, join_failed_call: JoinFailedCall, name: str = "step") -> Any:
         """Make a call together with all ranks; returns its result."""
         self.joined, self.name, self.target = False, name, given[2] is not None and given[2] is not NO_TARGET
         compares = self.check_inputs and name != "prepare"
@@ -122,16 +122,16 @@ class RankCalls:
             self.given = partial(checksums, given) if compares else dict
             return call(whole)
 
-        return self._lead(checked, given) if self.world.leads else self._follow(checked, given, refuse)
+        return self._lead(checked, given) if self.world.leads else self._follow(checked, given, join_failed_call)
 
-    def gather(self, value: Any, name: str, refuse: Refuse) -> list[Any]:
+    def gather(self, value: Any, name: str, join_failed_call: JoinFailedCall) -> list[Any]:
         """The values of all ranks, in order, on all ranks. Raises RankError if some are in another call."""
         world = self.world
         self.name = name
         if world.leads:
             world.tell(*world.others, data=pickle.dumps(Header(call=name, gathers=True, runs=False)))
             answers = [(name, value), *(pickle.loads(world.hear(peer)) for peer in world.others)]
-            world.share(answers)
+            world.broadcast(answers)
             return values_of(answers)
         header = self._read()
         if header.given is not None:
@@ -143,13 +143,13 @@ class RankCalls:
             raise RankError(f"rank {LEADER}, in {header.call}: {header.failed}")
         self.joined = False
         error = self._elsewhere(header)
-        refuse(header, self.signatures, error)
+        join_failed_call(header, self.signatures, error)
         raise error
 
     def _answer(self, value: Any = None) -> list[Any]:
         """Take part in the leader's `gather`."""
         self.world.tell(LEADER, data=pickle.dumps((self.name, value)))
-        return values_of(self.world.share())
+        return values_of(self.world.broadcast())
 
     def _elsewhere(self, header: Header) -> RankError:
         return RankError(in_calls([(LEADER, header.call), (self.world.rank, self.name)]))
@@ -235,7 +235,7 @@ class RankCalls:
         self.sent, self.seen = signatures, seen
         return None if signatures == before else signatures
 
-    def _follow(self, call: Call, given: CallArguments, refuse: Refuse) -> Any:
+    def _follow(self, call: Call, given: CallArguments, join_failed_call: JoinFailedCall) -> Any:
         """Make the call on a rank that is not the leader. If this rank's arguments have the shapes of the last call, it
         begins at once with the leader's shapes of the last call, and the header is received later. If an announcement
         says that the leader's shapes have changed, the call is repeated with the new ones."""
@@ -259,7 +259,7 @@ class RankCalls:
                         continue
                     self._listen()
                 if self.header.failed is None and not self.joined:
-                    refuse(self.header, self.signatures, error)
+                    join_failed_call(self.header, self.signatures, error)
                 raise
 
     def _listen(self) -> Header:

@@ -17,13 +17,13 @@ from fxpipe.pipe.options.compile_options import Options, every_device
 def agree(world: World, text: str | None, error: BaseException | None = None) -> None:
     """Raise RankError on every rank if one of them has failed or has another text, with the lines that differ. A rank
     that has failed passes its `error`; there `agree` returns, and the caller must raise the error."""
-    heard = world.collect((digest(text), describe(error) if error is not None else None))
+    heard = world.all_gather_object((digest(text), describe(error) if error is not None else None))
     if error is not None:
         return
     raise_first([failed for _, failed in heard])
     odd = next((rank for rank, (found, _) in enumerate(heard) if found != heard[LEADER][0]), None)
     if odd is not None:
-        texts = world.collect(text)
+        texts = world.all_gather_object(text)
         one, other = texts[LEADER].splitlines(), texts[odd].splitlines()
         lines = [*difflib.unified_diff(one, other, f"rank {LEADER}", f"rank {odd}", lineterm="", n=1)]
         more = [f"... and {len(lines) - 40} more lines"] if len(lines) > 40 else []

@@ -83,13 +83,13 @@ class RankPipe(Pipe):
         kinds = RankBuilds(model, options, ranks)
         tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))
         kinds.cache.owners.update(tensors.known_owners())
-        ranks.unsharded = shards_parameters(options)
+        ranks.sharding_pending = shards_parameters(options)
         super().__init__(
             model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)
         )
 
     def _refuse(self, header: Header, signatures: CallArguments, error: BaseException) -> None:
-        self._state.kinds.refuse(header, signatures, error)
+        self._state.kinds.join_failed_call(header, signatures, error)
 
     def _release_others(self) -> None:
         self._state.tensors.release_others()
@@ -213,15 +213,15 @@ class RankPipe(Pipe):
     def _shard(self) -> None:
         """Shard the parameters of stages with replicas, once, when all ranks have values for them."""
         cache, ranks, world = self._state.cache, self._state.processes, self.world
-        if not ranks.unsharded or cache.home is None:
+        if not ranks.sharding_pending or cache.home is None:
             return
         with ranks.together():
             held = self.held_tensors()
-            if any(on_each(world.collect, lambda: any(x.is_meta for x in held.values()))):
+            if any(on_each(world.all_gather_object, lambda: any(x.is_meta for x in held.values()))):
                 return
             stages = [stage for stage in cache.home.plan.stages if world.label in stage.devices]
             labels = stages[0].devices if stages else (world.label,)
-            on_each(world.collect, partial(refuse_faults, faults(held) if len(labels) > 1 else []))
+            on_each(world.all_gather_object, partial(refuse_faults, faults(held) if len(labels) > 1 else []))
             if len(labels) > 1:
                 homes, made = cache.homes(tensors_of(self.model)), self.build.program
                 part = Part(self.model, {id(x) for x in held.values()} & homes.keys())
@@ -233,8 +233,8 @@ class RankPipe(Pipe):
                     shards.check(ranked(live), {})
                     ranked(live).parallel = shards
             shared = [] if ranks.parallel is None else sorted(ranks.parallel.shared)
-            ranks.sharded = frozenset(path for some in world.collect(shared) for path in some)
-            ranks.unsharded = False
+            ranks.sharded = frozenset(path for some in world.all_gather_object(shared) for path in some)
+            ranks.sharding_pending = False
             for key, build in cache.builds.items():  # of calls that were refused until now
                 cache.builds[key] = replace(build, program=with_shards(build.program, ranks.sharded))
             cache.last = replace(self.build, program=with_shards(self.build.program, ranks.sharded))

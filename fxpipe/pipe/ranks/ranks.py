@@ -26,7 +26,7 @@ from fxpipe.pipe.running_package import RunningPackage
 
 from .parallelize import Parallel
 from .rank_arguments import CallArguments
-from .rank_calls import Call, RankCalls, Refuse
+from .rank_calls import Call, JoinFailedCall, RankCalls
 from .rank_consistency import on_each
 from .released_tensors import trim
 
@@ -39,21 +39,23 @@ class Ranks(Processes):
     - `world`: the ranks.
     - `calls`: how they make calls together.
     - `parallel`: the parallelism with pipes side by side, or None.
-    - `unsharded`: whether the plan shards parameters over replicas, and that is still to be done; `sharded`: the paths
-      of those of all ranks.
+    - `sharding_pending`: whether the plan shards parameters over replicas, and that is still to be done; `sharded`: the
+      paths of the parameters that are sharded, of all ranks.
     - `number`: of the pipe, the same on all ranks.
     - `built`: whether the call under way is of a new kind.
     - `gathered`: whether the model here has values of other ranks, which the next call changes.
-    - `refuse`: takes part in a call that has failed on this rank, so that all ranks learn of the error.
+    - `join_failed_call`: takes part in a call that has failed on this rank, so that all ranks learn of the error.
     - `release_others`: lets go of the tensors that belong to other ranks.
     """
 
-    def __init__(self, world: World, check_inputs: bool, refuse: Refuse, release_others: Callable[[], None]) -> None:
+    def __init__(
+        self, world: World, check_inputs: bool, join_failed_call: JoinFailedCall, release_others: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self.refuse, self.release_others = refuse, release_others
+        self.join_failed_call, self.release_others = join_failed_call, release_others
         self.world, self.calls, self.checks_inputs = world, RankCalls(world, check_inputs), check_inputs
         self.parallel: Parallel | None = None
-        self.unsharded, self.sharded = False, frozenset[str]()
+        self.sharding_pending, self.sharded = False, frozenset[str]()
         self.gathered = self.built = False
         self.number = world.open.made
         self._left = weakref.finalize(self, world.open.leave, self.number)
@@ -67,7 +69,7 @@ class Ranks(Processes):
                 self.release_others()
                 self.gathered = False
             try:
-                return self.calls.make(call, given, self.refuse, name)
+                return self.calls.make(call, given, self.join_failed_call, name)
             finally:
                 if self.built:
                     trim()
@@ -161,11 +163,11 @@ class Ranks(Processes):
 
     def collect(self, value: Any, call: str = "collect") -> list[Any]:
         with self.together():
-            return self.calls.gather(value, call, self.refuse)
+            return self.calls.gather(value, call, self.join_failed_call)
 
     def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
         with self.together():
-            values = self.calls.gather(value, call, self.refuse)
+            values = self.calls.gather(value, call, self.join_failed_call)
             return values if self.parallel is None else self.parallel.beside.collect(values)
 
 

@@ -16,13 +16,13 @@ from fxpipe.engines.rehearsal.rank_profiler import LARGE, LARGEST, handovers
 def world(rank: int, ways: list[SimpleQueue[bytes]], values: list[SimpleQueue[Any]]) -> Any:
     """One of two ranks that share no memory, in threads."""
 
-    def collect(value: Any) -> list[Any]:
+    def all_gather_object(value: Any) -> list[Any]:
         for way in values:
             way.put((rank, value))
         return [one for _, one in sorted((values[rank].get(timeout=20) for _ in range(2)), key=lambda one: one[0])]
 
     return SimpleNamespace(
-        rank=rank, labels=("cpu:0", "cpu:1"), local_peers={}, collect=collect,
+        rank=rank, labels=("cpu:0", "cpu:1"), local_peers={}, all_gather_object=all_gather_object,
         tell=lambda peer, data: ways[peer].put(data), hear=lambda _: ways[rank].get(timeout=20),
     )  # fmt: skip
 

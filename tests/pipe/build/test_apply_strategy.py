@@ -26,7 +26,7 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Config, Strategy
-from fxpipe.pipe.build.apply_strategy import Sharding
+from fxpipe.pipe.build.apply_strategy import StrategyPlacement
 from fxpipe.pipe.options.compile_options import device_labels
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.operators.expert_strategies import data_parallel, krizhevsky, scattered
@@ -99,7 +99,7 @@ class Placing:
     strategy: Strategy = field(default_factory=lambda: Strategy(()))
 
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
-        return Sharding(self.operators, self.strategy, self.devices)(graph, sizes)
+        return StrategyPlacement(self.operators, self.strategy, self.devices)(graph, sizes)
 
 
 class Bench:

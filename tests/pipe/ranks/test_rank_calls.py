@@ -44,14 +44,14 @@ class Two:
         self.told: list[int] = []
 
     def lead(self, given: CallArguments, kind: int = 0) -> Any:
-        return self.ranks[0].make(lambda given: self.take(0, given, kind), given, self.refuse)
+        return self.ranks[0].make(lambda given: self.take(0, given, kind), given, self.join_failed_call)
 
     def follow(self, given: CallArguments, kind: int = 0) -> Any:
         def call(given: CallArguments) -> Any:
             self.tried.append(list(given[0][0].shape))
             return self.take(1, given, kind)
 
-        return self.ranks[1].make(call, given, self.refuse)
+        return self.ranks[1].make(call, given, self.join_failed_call)
 
     def take(self, rank: int, given: CallArguments, kind: int) -> Any:
         if rank == 0:
@@ -61,7 +61,7 @@ class Two:
         scheduler = SimpleNamespace(random=False, run=lambda batch, chunks, scale, seed, given: (batch, chunks, seed))
         return self.ranks[rank].take(scheduler, given[0], 4, kind)[0]
 
-    def refuse(self, header: Header, looks: CallArguments, error: BaseException) -> None:
+    def join_failed_call(self, header: Header, looks: CallArguments, error: BaseException) -> None:
         self.refused.append(f"{header.kind} {list(looks[0][0].shape)} {error}")
 
 
@@ -122,7 +122,7 @@ def test_another_rank_is_interrupted_before_it_has_heard_of_new_shapes() -> None
         raise KeyboardInterrupt("now")
 
     with pytest.raises(KeyboardInterrupt):
-        two.ranks[1].make(interrupted, NOTHING, two.refuse)
+        two.ranks[1].make(interrupted, NOTHING, two.join_failed_call)
     assert two.refused == ["3 [6, 2] now"]
     assert not two.said
 

@@ -75,8 +75,8 @@ IN_FIRST_STEPS: tuple[Place, ...] = (
     (rank_builds, "build_here"),
     (rank_builds, "build_like"),
     (rank_builds, "agree"),
-    (World, "share"),
-    (World, "collect"),
+    (World, "broadcast"),
+    (World, "all_gather_object"),
     (RankScheduler, "join"),
 )
 
