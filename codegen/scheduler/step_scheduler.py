@@ -136,7 +136,9 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> Iterato
         yield Comment("values that other numbers of replicas cut in another way: from, to, dimension of the samples")
         yield from rows_of("cuts", cuts)
     if program.collectives:
-        yield Comment("what ranks make together on its way, and its gradient: of each rank the value, from, to")
+        yield Comment(
+            "collectives of ranks, for values and their gradients: kind, and of each rank the value, from, to"
+        )
         yield from rows_of("collectives", (
             tuple_of([string(one.kind), *(row(places.name(m.value), m.source, m.target) for m in one.moves)])
             for one in program.collectives

@@ -1,10 +1,10 @@
-"""Of cuts with which a step takes about as long, those that fewer bytes cross.
+"""Moves cuts between stages to where fewer bytes cross, if a step takes about as long then.
 
     cut after   step     crosses
     layer 19    1.000 s  302 MB     inside of a feed-forward network
     layer 20    1.004 s   67 MB     between two layers of the model: taken
 
-The predicted times are estimates, which a few percent are within the errors of; the bytes are known.
+The times are predictions with errors of a few percent, so a smaller difference says little; the bytes are known.
 """
 
 from __future__ import annotations

@@ -99,18 +99,18 @@ def compile(
       for a list whose items are the samples, as one of dicts is anyway; `fxpipe.rows(x)` for rows that x counts.
       Default 0: nearly all models have their samples there; an input that has none, or has them elsewhere, must be
       named.
-    - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens, are symbols, so that another
-      length needs no capture; where the model, or backward="code", needs a number, it is one. False: they are numbers
-      until a second length is captured, as the sizes of other tensors are. So it is also with a strategy, a plan of
-      fxpipe.plan, or backward="code" over ranks. Default True: texts differ in length; the first capture takes longer,
-      as sizes are symbols.
+    - `dynamic`: True: the sizes of integer tensors, such as the length of tokens, are captured as symbols, so that
+      another length needs no capture of its own; a size that the model or backward="code" must know as a number stays
+      one. False: like the sizes of other tensors, they are numbers in the first capture, and symbols once a second
+      length is captured. With a strategy, a plan of fxpipe.plan, or backward="code" over ranks, it counts as False.
+      Default True: texts differ in length; the first capture takes longer, as sizes are symbols.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). "auto": as the ops
-      show; sums and means over the samples are exact. What you say of a loss is about its other summands, by their
-      variables' names, as in {"aux_loss": "mean"}. If the model mixes samples, a micro-batch mixes only its own, with a
-      MixedSamplesWarning. To accept that, write `reduce="cat"`, or a dict: "cat" for outputs with a batch dimension,
-      else "mean" or "sum". Default "auto": the ops of a loss show whether it is a mean or a sum; where they do not, an
-      error says what to write.
+      show; sums and means over the samples are exact. If a loss adds up several terms, say it for the terms whose ops
+      do not show it, by their variables' names, as in {"aux_loss": "mean"}. If the model mixes samples, a micro-batch
+      mixes only its own, with a MixedSamplesWarning. To accept that, write `reduce="cat"`, or a dict: "cat" for outputs
+      with a batch dimension, else "mean" or "sum". Default "auto": the ops of a loss show whether it is a mean or a
+      sum; where they do not, an error says what to write.
     - `deferred_batch_norm`: None: running statistics are those of micro-batches, with a BatchStatisticsWarning. False:
       the same, without the warning. True: they are those of whole batches; each micro-batch is still normalised by its
       own mean and variance. Default None: nothing is computed for it; a model with BatchNorm keeps statistics of
@@ -161,13 +161,14 @@ def compile(
       as the schedule can have, 1 or 2; with more, devices wait less and send more.
     - `warmup`: for "1f1b", how many forwards each stage runs before its first backward; of four stages (4, 3, 2, 1).
       Default "auto": as many as keep the stages busy, if they fit into memory; each one keeps one more micro-batch.
-    - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never" (none), "except_last" (all
-      of a batch but the last), "always" (all). "selective", with backward="code": what is cheap to compute is
-      recomputed where that keeps less; calls, and stages that autograd trains, run as with "except_last". A set of
-      stage numbers: "except_last" for these, "never" for the others. "auto": "except_last" for the stages where a
-      device then keeps less at its simulated peak, else "never"; with `memory_limit`, what is the fastest within it. No
-      forward runs again right before its backward. Default "auto": it saves memory where it can, as a step that does
-      not fit cannot run; these stages compute about a third more.
+    - `checkpoint`: activation checkpointing: for which micro-batches forward is recomputed in backward, instead of
+      keeping what it computed: "never" (none), "except_last" (all of a batch but the last), "always" (all).
+      "selective", with backward="code": only ops that are cheap to compute are recomputed, where less is kept then;
+      calls, and stages that autograd trains, run as with "except_last". A set of stage numbers: "except_last" for
+      these, "never" for the others. "auto": "except_last" for the stages where a device then keeps less at its
+      simulated peak, else "never"; with `memory_limit`, what is the fastest within it. If backward follows right on its
+      forward, nothing is recomputed. Default "auto": it saves memory where it can, as a step that does not fit cannot
+      run; these stages compute about a third more.
     - `memory_limit`: the bytes that each device may use in a step. What stages recompute is then chosen so that the
       simulated step is the shortest within the limit. That holds for batches of the size of the first; larger ones may
       need more. On CPU workers only what is kept for backward counts, as in `pipe.timeline.high_water`: exact with

@@ -104,9 +104,9 @@ def plan(
     - `optimizer_sharding`: "zero1": the replicas of a stage share out the optimizer's state, each keeps its part (ZeRO,
       Rajbhandari et al., SC 2020), at no cost of time (section 7.2.1), see `RankPipe.replica_group`. "zero3": also
       parameters and gradients (section 5.3). Each forward and backward of a micro-batch gathers the parameters layer by
-      layer, and each backward scatters their gradients, while computing waits; the largest layer is counted whole, with
-      its gradient. Not with `tensor_parallel` or split backward. "auto": that of the fastest plan, and of equally fast
-      ones the least: "zero3" only where memory leaves slower plans with "zero1", or none.
+      layer, and each backward reduce-scatters their gradients, while computing waits; the largest layer is counted
+      whole, with its gradient. Not with `tensor_parallel` or split backward. "auto": that of the fastest plan, and of
+      equally fast ones the least: "zero3" only where memory leaves slower plans with "zero1", or none.
     - `dtype`: the element type in which a model is planned, as for `fxpipe.profile`.
     - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers. If not
       given, 64; on more than 64 devices as many as devices, up to 128.

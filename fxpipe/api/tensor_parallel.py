@@ -134,12 +134,13 @@ def _candidate(
 def with_less_memory(
     one: Candidate, profiles: Sequence[ModelProfile], made: Layers, batch: int, copies: float
 ) -> list[Candidate]:
-    """The candidate, whose cut of ops is the fastest, and others for the same groups that take longer and hold less,
-    but for those of which another is in every layer as good. The first is the fastest. `copies` is as in
-    `fxpipe.planning.hybrid.event_time.Problem`.
+    """The candidate, whose cut of ops is the fastest, and slower ones for the same groups that hold less memory, the
+    fastest first: points of the Pareto front of time and memory, each with the least time + price * memory for a price
+    in seconds per byte. Left out are those to which another one is at least equal in every layer (`as_good`). `copies`
+    is as in `fxpipe.planning.hybrid.event_time.Problem`.
 
-    A price is for the bytes of parameters, and of as many micro-batches as wait in the middle of a pipeline with a
-    stage on each group.
+    The memory is that of parameters, and of as many micro-batches as wait in the middle of a pipeline with a stage on
+    each group.
     """
     if not one.spaces:  # on single devices there is nothing to cut
         return [one]

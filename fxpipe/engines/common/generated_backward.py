@@ -1,8 +1,8 @@
 """Runs a stage of a step whose gradients are computed by generated code instead of autograd.
 
-What autograd does for other stages is done here: a gradient that does not arrive counts as zero, and what depends on no
-gradient that arrived gets None. The gradients of the model's tensors are added to those of the step's aliases, where
-possible by the code itself.
+As in autograd, a result whose gradient does not arrive counts as one with a gradient of zeros; an argument or weight
+gets None if no result that depends on it has a gradient that arrived. The gradients of the model's tensors are added to
+those of the step's aliases, by the generated code itself where possible.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def forward_beside_backward(
 
     - `forward`: the stage, the micro-batch, and the arguments.
     - `backward`: the stage, the micro-batch, and the gradients of its results.
-    - `again`: whether forward runs a second time before its own backward, so that it keeps its arguments alone.
+    - `again`: activation checkpointing: forward keeps only its arguments, and is recomputed before its own backward.
 
     Returns the results, and behind them the gradients of the second stage's arguments.
     """

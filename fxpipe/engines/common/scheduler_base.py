@@ -51,7 +51,8 @@ class Batches(list[MicroBatch]):
     - `last`: the number of the last micro-batch.
     - `stages`, `devices`, `streams`: where the run takes place.
     - `context`: the caller's modes; `grad`: whether backward may follow.
-    - `after[j]`: the token of stage j's latest checkpointed task.
+    - `after[j]`: the token of stage j's latest checkpointed task: a tensor without elements, by which backward runs the
+      tasks in reverse order.
     - `lent`: the tensors that stages borrow.
     - `compute[j]`: the stream that stage j computes on.
     """
@@ -88,7 +89,8 @@ class SchedulerBase:
     - `sizes`: the name, input and dimension of each number that is known from shapes.
     - `outputs`: the name, batch dimension and reduction of each output.
     - `detached`: the inputs that get no gradient.
-    - `totals`: the names of the totals of the whole batch, and the names that they are computed from.
+    - `totals`: the names of values that are computed from the whole batch before it is cut, such as the number of
+      labels that a mean loss divides by; and the names of the inputs and sizes that they are computed from.
     - `random`: whether any stage draws random numbers.
     - `replicas`: for each stage, the labels of the further workers that run it, each on a slice of every micro-batch.
     """

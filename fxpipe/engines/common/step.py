@@ -302,8 +302,8 @@ class Step(Batches):
         return found[0] if len(found) == 1 else found
 
     def finish_backward(self, j: int, kept: Kept, found: list[Any]) -> Any:
-        """The gradients of stage j's arguments, in the form that `backward` returns: one, or a list. Those of the caller's
-        inputs are also set on their pieces in `leaves`, from which they are collected after the step."""
+        """The gradients of stage j's arguments, in the form that `backward` returns: one, or a list. Those of the
+        caller's inputs are also set on their pieces in `leaves`, from which they are collected after the step."""
         if self.fresh[j]:
             self.unshare_gradients(j)
         if self.leaves:

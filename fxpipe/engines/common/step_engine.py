@@ -61,7 +61,8 @@ class StepScheduler(SchedulerBase):
     - `loss_reduce`: how the losses of the micro-batches become the loss of the batch, as in `outputs`.
     - `cuts`: the values that move between stages of different numbers of replicas: name, source, target, and the
       dimension of the samples (None: the value is the same for all samples).
-    - `collectives`: what ranks make together on its way: the kind, and of each rank the value, source and target.
+    - `collectives`: for ranks: the kind of each collective, as in `GroupCall`, then for each rank that takes part the
+      name of its part, the stage that makes it, and the stage that takes the result.
     """
 
     schedule: str = ""
@@ -78,8 +79,8 @@ class StepScheduler(SchedulerBase):
         ranks can run."""
         if threads and self.collectives:
             raise PackageError(
-                "the stages of this package exchange their parts in collectives, over ranks: load it over as many "
-                "ranks, or save one from a pipe in one process"
+                "the stages of this package combine tensors by collectives, such as all-reduce, which need a rank "
+                f"for each device: load it over {len(self.workers()) + 1} ranks, or save one from a pipe in one process"
             )
         super().__init__(stages, whole, threads)
         labels, schedule = read_rows(self.rows)

@@ -3,9 +3,10 @@
     rank 0  run 0F0  send x[0]  run 0F1  send x[1]  receive dx[0] ...       every rank runs its program, which
     rank 1  receive x[0]  run 1F0  receive x[1]  run 1B0  send dx[0] ...    `add_transfers` has made and checked
 
-Receives are posted asynchronously; an action waits when it needs the value. Sends never wait. The shape and type of
-each message are known, so there are few other messages: the leader's header before a step, and after it the verdict,
-in which each rank tells all others how its step went.
+Receives are posted asynchronously; an action waits when it needs the value. A send by gloo waits if too many to the
+same rank are unfinished (`rank_transport.AHEAD`), other sends never. The shape and type of each message are known, so
+there are few other messages: the leader's header before a step, and after it the verdict, in which each rank tells all
+others how its step went.
 
 A rank that fails goes on to the end of its program without computing: its messages say that it has failed, and a rank
 that needs one of them fails in turn. So no rank hangs, no message is left over, and the verdict tells all ranks the
@@ -145,8 +146,9 @@ class RankScheduler:
         return RankPlan(self.steps, self.place, self.program, whole, slices, scale, error, given, self.shards, lent)
 
     def join(self) -> None:
-        """Make the groups of collectives, but for ranks that share memory, and copy the states of the first
-        replica of each stage to the others. All ranks make this call. Raises Lost."""
+        """Make the process groups of collectives, but not for ranks that share memory, which send each other their
+        parts instead. Copy the states of the first replica of each stage to the others. All ranks make this call.
+        Raises Lost."""
         if groups := self.program.groups:
             hosted = self.world.communicators is None
             near = [{*ranks} for ranks in self.world.all_gather_object([self.world.rank, *self.world.local_peers])]

@@ -4,9 +4,9 @@ torch.distributed's collectives do not help if a rank may be gone: its neighbour
 ever. So all messages go from one rank to another, and ranks agree through the leader, rank 0, which sees at once that a
 rank is gone; if the leader is gone, all see it.
 
-Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Between
-machines, what is small goes through TCP connections (`tcp_peer.py`); large values use torch.distributed, as do those
-that do not fit into shared memory. Values on accelerators use the accelerator's own groups (`communicators.py`).
+A value in host memory goes through shared memory (`same_machine.py`), in a third of the time; where ranks share none,
+or it does not fit, by TCP (`tcp_peer.py`) up to `SMALL` bytes, else by gloo. A small message (letter) goes by TCP, but
+for its first `BLOCK - COUNT` bytes where memory is shared. Values on accelerators: see `communicators.py`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class World:
         return None if local_peer is None else (local_peer.out if send else local_peer.into).slot(size)
 
     def buffer(self, peer: int, size: Size) -> tuple[Slot | Frame | None, Tensor]:
-        """The message buffer of the next value to a rank, and where it lies; None: it is sent by torch.distributed."""
+        """The message buffer of the next value to a rank, and where it lies; None: it is sent by gloo."""
         slot = self.slot(True, peer, size) or self.tcp_peers[peer].frame(size)
         return slot, blank(size) if slot is None else slot.tensor(size)
 
@@ -178,8 +178,8 @@ class World:
             self._hurry(patience)
 
     def start(self, send: bool, peer: int, tensor: Tensor, tag: int = 0) -> Any:
-        """Begin to send a tensor in host memory, or to receive into it, by torch.distributed. What has another tag has
-        an order of its own. Raises Lost."""
+        """Begin to send a tensor in host memory, or to receive into it, by gloo. What has another tag has an order of
+        its own. Raises Lost."""
         try:
             group = self.control[send == (peer > self.rank)]
             return (group.send if send else group.recv)([tensor], peer, tag)
@@ -338,7 +338,7 @@ class World:
             raise lost
 
     def begin_to_tell(self, peer: int, data: bytes) -> None:
-        """Send bytes, now or soon: letters of at most `BLOCK` bytes in shared memory, others by TCP. Raises Lost."""
+        """Send bytes, now or soon: what fits into a block of shared memory there, the rest by TCP. Raises Lost."""
         data = self.open.tag + data
         if peer in self.local_peers:
             local_peer, head = self.local_peers[peer], len(data).to_bytes(COUNT, "little")

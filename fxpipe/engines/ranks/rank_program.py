@@ -65,8 +65,9 @@ class RankCollective:
         return self.own.message.micro_batch or 0
 
 
-Batch = tuple[tuple[bool, RankMessage], ...]  # messages that go together, each after whether it is sent
-# "run", an action; "reduce" or "gather", a message; "batch", a Batch; "collective", a RankCollective
+Batch = tuple[tuple[bool, RankMessage], ...]  # messages that begin in one call, each as (whether it is sent, message)
+# What a rank does, and with what: ("run", Action), ("reduce" or "gather", Message), ("batch", Batch), or ("collective",
+# RankCollective).
 Line = tuple[str, Any]
 
 
@@ -99,7 +100,8 @@ class RankProgram:
         do, what, _ = steps[0]
         if isinstance(what, GroupCall):
             own = next(message for message in what.messages if self.here(message.source))
-            # Messages have the form of what the later stage takes; a gradient is given by that stage.
+            # A message has the shape of what its later stage takes: in forward that is the result of the collective, in
+            # backward the part that this stage gives.
             sliced = what.kind == (ALL_GATHER if own.gradient else REDUCE_SCATTER)
             entry = self._message("send", own)
             return "collective", RankCollective(what.kind, what.dim, self._group(what), entry, sliced)

@@ -223,7 +223,7 @@ class RankRun:
 
     def _home(self, at: int) -> tuple[int, ...]:
         """The ranks that make output number `at`, each a slice of it."""
-        maker = self.program.table.makers[at]
+        maker = self.program.table.makers[at]  # the number of a stage; below 0: no stage, the output is an input
         return (LEADER,) if maker < 0 else self.program.ranks[maker]
 
     def _values(self, at: int) -> list[Any]:

@@ -44,9 +44,10 @@ AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
 class RankTransport:
     """The messages of one step, as one rank sees them: the mailbox of all stages.
 
-    - `arrived`: the values received for stages of this rank, and the values that these have sent to others.
-    - `posted`: the posted receives, each with the function that waits for its value; `sent`: the unfinished sends, by
-      rank.
+    - `values`: those that stages of this rank have received and not taken, and those that they have made for stages of
+      other ranks and that are not sent yet.
+    - `pending_receives`: those that have begun, each with the function that waits for its value; `sent`: the unfinished
+      sends, by rank.
     - `calls`: what goes together with the next call of `issue`; `issued`: the calls that may not have ended. Both are
       for values on accelerators.
     - `freed`: what is emptied if there is no memory for a message, as this rank then computes nothing more.

@@ -37,8 +37,8 @@ _met: list[Any] = []  # the stores that `meet` has given
 
 
 def store_may_be_stale() -> bool:
-    """Whether torchrun may start this script again, and torch.distributed then finds in its store what ranks have left
-    that are gone: as it was initialised in another way than by `ADDRESS`."""
+    """Whether, if torchrun starts this script again, torch.distributed may read what the ranks of the start before have
+    left in the store: torchrun keeps it, and torch.distributed was not initialised by `ADDRESS`, which avoids that."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and not _met
 
@@ -49,7 +49,9 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Itera
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     _met.append(fresh_store(store, rank, size, timeout.total_seconds()))
     yield _met[-1], rank, size
-    raise RankError(f"ranks that have met at {ADDRESS} meet once: start them again")
+    raise RankError(
+        f"torch.distributed asks for a second rendezvous by {ADDRESS}, which has only one: start all ranks again"
+    )
 
 
 with suppress(RuntimeError):  # registered already, by a module that was loaded anew

@@ -88,7 +88,7 @@ def added(shares: Iterable[Numbers]) -> Numbers:
 
 
 def broadcast_value(world: World, value: Any, home: int) -> Any:
-    """Share a tensor or number of rank `home` with all ranks; tensors arrive on each rank's device. Raises Lost."""
+    """Give all ranks a tensor or number of rank `home`; tensors arrive on each rank's device. Raises Lost."""
     if world.rank != home:
         found = world.broadcast(None, home)
         return found.to(world.device) if isinstance(found, Tensor) else found

@@ -124,8 +124,13 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Notes:
-    """The notes of one rank for a rehearsal: the seconds of its actions, and those of messages in them; before the
-    first of them, of the verdict of all ranks, and after that."""
+    """The times of one rank in a rehearsal, in seconds.
+
+    - `seconds`: of each action; `messages`: of them those before it computes, for receives, and after, for sends.
+    - `before`: from the beginning of the call to the first action.
+    - `verdict`: from when all messages have been received to when the verdict of all ranks is known; `after`: from then
+      to the end of the call.
+    """
 
     seconds: Mapping[Action, float]
     messages: Mapping[Action, tuple[float, float]]
@@ -254,7 +259,7 @@ def _bandwidth(world: World, peer: int, latency: float) -> float:
         longer = taken - 2 * latency
         if world.rank > peer:
             if world.hear(peer):
-                return inf  # which nobody looks at
+                return inf  # not used: `handovers` takes the figure of the smaller rank
         else:
             enough = longer > 0 or size >= LARGEST
             world.tell(peer, data=b"enough" if enough else b"")

@@ -1,7 +1,8 @@
-"""Values between ranks over process groups whose calls are queued and meet, such as NCCL's.
+"""Values between ranks over process groups that queue their calls and do not buffer, such as NCCL's.
 
-Such a group has a queue of calls, on the device. A call ends when the other rank's queue has come to its other end;
-nothing is buffered. So all ranks issue their calls in one order (`ir/program/transfers.py`), even if they are few:
+Such a group runs its calls one after the other, on the device. A send ends when the other rank has come to the matching
+receive, and the other way round. So all ranks issue their calls in one order (`ir/program/transfers.py`), even if they
+are few:
 
 - Each direction has a group of its own, up (to ranks with larger numbers) and down, but the order holds over both.
 - What goes together is one batch. Even a single call is a batch: unbatched calls of a pair may be in another queue than

@@ -16,7 +16,7 @@ class Stopped(BaseException):
 
 
 class Transport(Protocol):
-    """How messages get to a stage. `arrived`: the values that are there, by key."""
+    """How messages get to a stage. `values`: those that have arrived and are not taken, by key."""
 
     values: dict[Key, Any]
 

@@ -1,8 +1,8 @@
-"""How long a rank waits for another one, in time during which it could have heard from it.
+"""How long a rank waits for another one. Time in which it could not have heard from it does not count.
 
-A machine that was suspended, or a process that was stopped, goes on with a clock that has moved: to a rank that waits,
-all others seem to have been silent for that long. So only the time between two looks counts, and of that no more than
-the wait between them takes.
+While a machine is suspended, or a process is stopped, the clock goes on: after that, all other ranks seem to have been
+silent for so long. So a rank that waits looks at least every `SOON` seconds for what has come, and of the time between
+two looks no more than that counts.
 """
 
 from __future__ import annotations

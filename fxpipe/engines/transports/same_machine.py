@@ -5,7 +5,8 @@
     rank 0 ── bell ───▶ rank 1        an OS pipe: a waiting rank sleeps until another one writes to it ("rings"), or the
                                       process that it waits for has ended
 
-Ranks on different machines, or on one that does not let them share memory, use torch.distributed for everything.
+Ranks that do not share memory, as they are on different machines or on one that does not let them, use TCP
+(`tcp_peer.py`) for letters and for values of at most `SMALL` bytes, and gloo for larger values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from .shared_memory import SIZE, SharedBuffer
 
-SWITCH = "FXPIPE_SHARED_MEMORY"  # environment variable; 0: torch.distributed is used on one machine, too
+SWITCH = "FXPIPE_SHARED_MEMORY"  # environment variable; 0: ranks on one machine use TCP and gloo, too
 SPIN = 1e-3  # seconds of busy waiting before a rank sleeps; to be woken takes a tenth of that
 LISTEN = 1.0  # seconds after which a sleeping rank checks, even if no other has rung
 

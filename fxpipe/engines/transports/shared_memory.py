@@ -5,8 +5,8 @@
 The sender writes data, then its stamp; data with the expected stamp may be read. A letter, a small message, is stamped
 with its number; its place is free again once it has been read ("heard"). Values are stamped with the number of their
 step, and lie one behind the other: both sides know the places from the order of the values. Each step starts at the
-front again, as no step begins before every rank has taken all values sent to it. A value that does not fit is sent by
-torch.distributed.
+front again, as no step begins before every rank has taken all values sent to it. A value that does not fit goes by TCP
+if it has at most `SMALL` bytes (`tcp_peer.py`), else by gloo.
 """
 
 from __future__ import annotations

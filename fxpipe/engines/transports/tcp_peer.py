@@ -1,5 +1,6 @@
-"""Small messages between ranks that share no memory: a TCP connection of each two, which the ranks read and write
-themselves.
+"""Small messages between ranks: each two of them have a TCP connection, which they read and write themselves. Where
+ranks share memory, it carries what does not fit there, small values and the ends of long letters, and notices of ranks
+that give up.
 
 gloo announces each message to its receiver, and a thread of its own hands it over: for a small message that takes more
 time than to send it. So gloo sends the large values only, while ranks compute.

@@ -1,4 +1,4 @@
-"""How long each phase of a build ("phase") takes, in the log at debug level:
+"""How long each phase of a build takes, in the log at debug level:
 `logging.getLogger("fxpipe").setLevel(logging.DEBUG)`."""
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def build(
         between = hops(program, sizes, cluster)
     as_steps = graph.loss is not None or options.ranks
     files = emitted(program, schedule, decided, profile, totals, as_steps, by_device=True)
-    # Of many micro-batches through many segments it takes longer than all else, and no decision rests on it.
+    # Only when asked for: no decision needs it, and with many micro-batches and segments it takes the longest time.
     simulated = partial(simulate, schedule, costs, between, labels)
     return Build(
         graph, sizes, cluster, profile, decided, schedule, program, trail, simulated, files, totals, placed.cuts,

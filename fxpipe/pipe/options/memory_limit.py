@@ -1,4 +1,4 @@
-"""The memory within which is chosen what stages recompute."""
+"""The memory that each device may use. What stages recompute is chosen so that a step stays within it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def memory_limits(plan: Plan, cluster: Cluster, options: Options) -> dict[str, i
 
 
 def parameter_copies(plan: Plan, options: Options) -> int:
-    """How often parameters count in the memory that is limited: never on CPU workers with a limit in bytes, which
-    is of what backward keeps."""
+    """How many times the bytes of parameters count towards the limit. On CPU workers with a limit in bytes: 0, as that
+    is a limit for what is kept for backward alone."""
     workers = all(stage.device.startswith("cpu") for stage in plan.stages)
     return 0 if workers and isinstance(options.memory_limit, int) else PARAMETER_COPIES
 

@@ -72,7 +72,7 @@ def _refuse_beside_sharded_parameters(
     plan: Plan | PlanFile, devices: Collection[str], given: Mapping[str, Any]
 ) -> None:
     """Raise PlanError on accelerators, and if one of the `given` options does not go with ZeRO-3: stages gather
-    parameters op by op, and autograd scatters their gradients."""
+    parameters op by op, and autograd reduce-scatters their gradients."""
     mesh = "pipe.parallelize(mesh['dp'], lambda part, dp: fully_shard(part, mesh=dp)) on a plan without replicas"
     if not all(label.startswith("cpu") for label in devices):
         raise PlanError(
@@ -90,9 +90,9 @@ def _refuse_beside_sharded_parameters(
         found.append("offload")
     if found:
         raise PlanError(
-            "the plan shards parameters over replicas (ZeRO-3), which are gathered for each op, and autograd scatters "
-            f"their gradients in one action: leave out {' and '.join(found)}, or shard them over the rows of a mesh, "
-            f"by {mesh}"
+            "the plan shards parameters over replicas (ZeRO-3), which are gathered for each op, and autograd "
+            f"reduce-scatters their gradients in one action: leave out {' and '.join(found)}, or shard them over the "
+            f"rows of a mesh, by {mesh}"
         )
 
 

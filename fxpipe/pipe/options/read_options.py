@@ -51,7 +51,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         labels = strategy_devices(devices, count)
         chunks, schedule, given["checkpoint"] = strategy_options(strategy_of(place), given, told)
         if "checkpoint" not in told and given["checkpoint"] == AUTO:
-            given["checkpoint"] = "except_last"  # what recomputing saves is simulated for stages, which it has not
+            given["checkpoint"] = "except_last"  # "auto" simulates stages of a pipeline; a strategy has none
         replica_groups = deal(labels, None)
     elif shared is not None:
         refuse_beside_plan(shared.plan, told)
@@ -60,7 +60,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
             shared.plan.schedule,
             shared.plan.chunks,
         )
-        labels, given["checkpoint"] = _shared_devices(shared, devices), "never"  # but for stages of the plan
+        labels, given["checkpoint"] = _shared_devices(shared, devices), "never"  # each stage of the plan has its own
         refuse_optimizer_sharding(shared.plan, labels, ranks, told)
         cluster = cluster or (shared.cluster if devices is None else None)
         replica_groups = deal(labels, None)

@@ -1,9 +1,10 @@
 """Data or tensor parallelism of pipes side by side, by torch's own modules: what `RankPipe.parallelize` does.
 
-The user's function wraps or shards this rank's part of the model. What it returns decides what happens in a step:
+The pipes are the rows of a mesh; a column has the ranks with the same place in all pipes, a data-parallel group. The
+user's function wraps or shards this rank's part of the model. What it returns decides what happens in a step:
 
                                    before                            after
-    DistributedDataParallel        nothing                           gradients are averaged over the column
+    DistributedDataParallel        nothing                           gradients are averaged in each column
     fully_shard (FSDP2)            parameters are gathered           and each rank keeps those of its shard
     parallelize_module (DTensor)   stages get their local tensors    nothing: gradients are right where they are
 """

@@ -72,7 +72,7 @@ def join_pipe(group: Any, device: torch.device, timeout: float) -> World:
         except Lost as lost:
             if not lost.alive:
                 raise RankError(str(lost)) from None
-        # A rank had still been in a pipe that another one has left: they meet again.
+        # A rank was still in a call of a pipe that another rank has closed: all ranks try again.
 
 
 def number_pipe(world: World) -> None:
@@ -158,8 +158,8 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
     # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
     store: Any = PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", default_store())
-    store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
-    with Interrupts(ignore):  # all have come, and would wait for this one
+    store = fresh_store(store, rank, len(ranks), timeout)  # `store` may have addresses and losses of an earlier start
+    with Interrupts(ignore):  # all other ranks connect now, and would wait for this one if Ctrl-C ended it
         _worlds[key] = connected(group, device, timeout, backend, store)
     return _worlds[key]
 

@@ -251,10 +251,11 @@ class RankPipe(Pipe):
         The function may also return `fully_shard(part, mesh=dp)`, or `parallelize_module(part, tp, plan)` with a mesh
         of tensor parallelism; with both, call `parallelize` first for tensor parallelism, then for the data.
 
-        With data parallelism, each row has its own batch, all of the same size. Gradients are averaged over the rows
-        once a step: if the loss is a mean, they are those of the mean over all batches. With tensor parallelism, all
-        rows have the same batch. Of torch's `plan` only the placements of parameters count: how other values are
-        sharded follows from them, and between stages values are whole.
+        With data parallelism, each row has its own batch, all of the same size. Once a step, gradients are averaged in
+        each data-parallel group, the ranks with the same place in all pipes: if the loss is a mean, they are those of
+        the mean over all batches. With tensor parallelism, all rows have the same batch. Of torch's `plan` only the
+        placements of parameters count: how other values are sharded follows from them, and between stages values are
+        whole.
 
         With FSDP2 and tensor parallelism, parameters become DTensors, and the model's own lose their memory: make the
         optimizer from `pipe.parameters()` afterwards. All ranks call this, after `example_inputs` or `prepare`. If

@@ -1,10 +1,10 @@
 """Refuses functions of torch.nn.utils that would take the parameters of one rank for those of the whole model: its norm
 would be of this rank's stages alone, its vector would have only their values.
 
-torch offers no hook, and reads nothing but parameters and gradients. But it lists what it is given, so an iterator that
-it consumes, as in `clip_grad_norm_(pipe.parameters(), 1.0)`, can know that from the frames that call it; so can a
-tensor of another rank that it reads, as in `clip_grad_norm_(model.parameters(), 1.0)`. A list of this rank's tensors
-that was made before cannot.
+torch has no hook for this, so the functions are recognised among the callers on the stack, at two places: where they
+consume the iterator in `clip_grad_norm_(pipe.parameters(), 1.0)`, and where they read a tensor of another rank, as in
+`clip_grad_norm_(model.parameters(), 1.0)`. A list of this rank's parameters that the caller has made before is not
+noticed.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def _scope(tried: Sequence[TriedSize]) -> Iterator[str]:
     """Lines on what was searched."""
     yield "  A row is for plans whose stages all have this size, with its fastest way to cut ops."
     if any(len(one.prices) > 1 for one in tried):
-        yield "  Memory is a limit, so ways that are slower and hold less were searched, too: for each price the one"
-        yield "  with the least sum of its seconds for a micro-batch and the price of the bytes that a device holds."
+        yield "  Memory is a limit, so slower ways that hold less were searched, too: for each price in s per byte the"
+        yield "  one with the least time for a micro-batch + price * bytes that a device holds (a Pareto front)."
     else:
         yield "  The fastest way to cut ops of each size was searched, and no other."
     yield "  A certificate is for plans whose stages have these ways: with others there may be faster plans."

@@ -73,8 +73,9 @@ def launch_files(
 
 
 def _check_loss(planned: Planned, known: ModelProfile) -> None:
-    """Raise PlanError for a loss that was planned in parts, one for each micro-batch, and of which there is only one:
-    what runs then has the loss as a whole, so other ops."""
+    """Raise PlanError for a plan with one micro-batch of a model whose loss depends on totals of the batch. The planner
+    takes the loss of a micro-batch, which is given the totals; with one micro-batch, what runs has the ops of the whole
+    loss instead, and the plan does not name them."""
     whole = planned.layers.micro_batches == 1 and (
         not any(stage.replicas for stage in planned.plan.stages)
         or any(stage.tensor_parallel > 1 for stage in planned.plan.stages)

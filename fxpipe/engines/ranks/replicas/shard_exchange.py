@@ -1,4 +1,4 @@
-"""Ranks that are replicas of a stage gather its parameters, and scatter their gradients, in the middle of an action.
+"""Replicas of a stage all-gather its parameters, and reduce-scatter their gradients, in the middle of an action.
 
 All replicas run the same ops in the same order, so what comes next is the same on all. But one of them may fail between
 two exchanges. A collective would hang then. So before the elements each tells all others, in a small message, that it
@@ -27,15 +27,16 @@ from fxpipe.errors import FxpipeError, RankError
 from fxpipe.runtime.autograd.gathered_parameters import Sharded
 
 SHARDS = 2  # the tag of these messages
-FAILED, END = -1, -2  # instead of the number of an exchange: twice that of a parameter, and 1 more to scatter
+# Sent in place of the number of an exchange. That is 2k to gather parameter k, 2k + 1 to reduce-scatter its gradient.
+FAILED, END = -1, -2
 
 
 class ShardExchange:
     """The exchanges of one rank with the other replicas of its stages, in one step after the other.
 
     - `ranks`: the replicas, in the order of the shards.
-    - `known`: whether this step's exchanges are over on all replicas; `failed`: whether this rank has said that it has
-      failed.
+    - `known`: whether this step has no more exchanges, as all replicas have come to its end or one has failed, and this
+      rank knows it; `failed`: whether this rank has said that it has failed.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
