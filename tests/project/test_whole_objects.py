@@ -13,7 +13,7 @@ from tests.helpers.set_attributes import MAKERS, Scope, Setting, Sources
 from .test_imports import files
 
 EXCEPTIONS = {
-    "fxpipe.capture.twins.untraced_lists._Joining": "it is made in a trace, which follows the attribute that is set there",
+    "fxpipe.capture.twins.untraced_lists._Joining": "it is made in a trace, which follows the attribute set there",
     "fxpipe.runtime.microbatch.MicroBatch": "its attributes are the model's values, which come and go in a run",
     "fxpipe.runtime.stage.Scope": "its attributes are what the model holds, under the model's names",
 }
