@@ -32,11 +32,11 @@ from fxpipe.ir.graph.ops import (
     BEHIND,
     JOINS,
     LIKE,
-    PIECES,
     POINTWISE,
     RECURRENT,
     RESHAPES,
     SIZES,
+    SPLIT_OPS,
     WITHIN_LAST,
 )
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, sized_by_data, tensors
@@ -163,7 +163,7 @@ def _check_dimension(op: Op, flow: Flow) -> None:
         raise Mixes(op, f"{name} runs over dimension {batch} of {kind}, which is the batch")
     elif name == "getitem" and isinstance(item_at(op.args[1], batch, flow), Ref):
         return  # each is looked up by its number, or selected
-    elif name in PIECES or name in ("getitem", "narrow", "select"):
+    elif name in SPLIT_OPS or name in ("getitem", "narrow", "select"):
         _check_split(op, kind, batch, flow.outer.get(first or "", 1))
     elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
         raise refuse(

@@ -9,7 +9,7 @@ from typing import Any
 from fxpipe.ir.graph.evaluate_graph import call
 from fxpipe.ir.graph.graph import Graph, Op, Ref, map_refs, op_name
 from fxpipe.ir.graph.op_arguments import argument
-from fxpipe.ir.graph.ops import PIECES, RESHAPES
+from fxpipe.ir.graph.ops import RESHAPES, SPLIT_OPS
 from fxpipe.ir.graph.value_types import ScalarType, TensorType
 from fxpipe.ir.operators.group_layout import REPLICATED, Layout, OpCut, boxes, volume
 from fxpipe.ir.operators.strategy import Region
@@ -47,7 +47,7 @@ def _renamed(cut: OpCut, before: Any, after: Any) -> OpCut:
 
 def _cuts(b: _Recorder, op: Op, degree: int) -> Iterator[OpCut]:
     """The replicated way, and those in which devices have less work than the whole op."""
-    if op_name(op) in PIECES:  # a piece reads what is taken apart
+    if op_name(op) in SPLIT_OPS:  # a piece reads what is taken apart
         yield OpCut(reads=tuple((name, ((),) * degree) for name in op.reads))
         return
     if op.name not in b.samples or not isinstance(b.captured[op.name], TensorType) or b.touches_state(op):
@@ -116,7 +116,7 @@ class _Recorder(GraphRewriter):
             self.numbers[op.name] = call(op, self.numbers)
         elif self.samples.intersection(op.reads):
             self.samples |= {op.name}
-        if op_name(op) in PIECES:
+        if op_name(op) in SPLIT_OPS:
             self.rest[op.name] = (op, lambda place: ())
 
     def is_samples(self, name: str, dim: int) -> bool:

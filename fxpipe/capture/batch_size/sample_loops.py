@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fxpipe.capture.tracing.effects.observed_writes import memory
 from fxpipe.capture.tracing.effects.op_effects import Step
 from fxpipe.ir.graph.graph import target_name
-from fxpipe.ir.graph.ops import PIECES
+from fxpipe.ir.graph.ops import SPLIT_OPS
 from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 
 CATS, STACKS, PADS = {"cat", "concat", "concatenate"}, {"stack"}, {"pad_sequence"}
@@ -139,7 +139,7 @@ def _sample(node: fx.Node, env: Env, rows: int) -> Sample | None:
         return None
     if isinstance(value, Tensor):
         return Sample(first % rows, whole, 0, rest=tuple(rest)) if _size(value, 0) == rows else None
-    if op_name(whole) not in PIECES or not isinstance(value, (tuple, list)) or len(value) != rows or rest:
+    if op_name(whole) not in SPLIT_OPS or not isinstance(value, (tuple, list)) or len(value) != rows or rest:
         return None
     kept = op_name(whole) != "unbind"
     position = 2 if kept else 1  # split(x, size, dim), unbind(x, dim)
@@ -174,13 +174,13 @@ def op_name(node: fx.Node) -> str:
 
 @dataclass
 class _Search:
-    """What is known of the ops so far. `of`: the number of the sample that a value is of; `bodies`: for each loop the
-    ops of each sample; `chained`: the ops of sums."""
+    """What is known of the ops so far. `sample_of`: the number of the sample that a value is of; `bodies`: for each
+    loop the ops of each sample; `chained`: the ops of sums."""
 
     env: Env
     ran: Mapping[fx.Node, Step]
     rows: int
-    of: dict[fx.Node, int] = field(default_factory=dict)
+    sample_of: dict[fx.Node, int] = field(default_factory=dict)
     samples: dict[fx.Node, Sample] = field(default_factory=dict)
     bodies: list[list[list[fx.Node]]] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
@@ -191,10 +191,10 @@ class _Search:
     def read(self, node: fx.Node, lines: frozenset[str]) -> bool:
         """Take the next op. Returns whether it fits into loops."""
         sample = _sample(node, self.env, self.rows) if line_of(node) in lines else None
-        if sample is not None and sample.whole not in self.of:
-            self.samples[node], self.of[node] = sample, sample.number
+        if sample is not None and sample.whole not in self.sample_of:
+            self.samples[node], self.sample_of[node] = sample, sample.number
             return True
-        numbers = {self.of[read] for read in node.all_input_nodes if read in self.of}
+        numbers = {self.sample_of[read] for read in node.all_input_nodes if read in self.sample_of}
         if not numbers and line_of(node) in lines and (join := self._join(node)) is not None:
             self.joins.append(join)
         if not numbers or node in self.chained:
@@ -205,7 +205,7 @@ class _Search:
                 self.joins.append(join)
                 self.chained |= {node, *join.chain}
             return join is not None
-        number = self.of[node] = numbers.pop()
+        number = self.sample_of[node] = numbers.pop()
         if not self.bodies or number < self.last:  # a loop after another
             self.bodies.append([[] for _ in range(self.rows)])
         self.last = number
@@ -227,7 +227,7 @@ class _Search:
         """Whether these are values of all samples, in their order; or one for each of them, made anew."""
         if len(parts) != self.rows or not all(isinstance(part, fx.Node) for part in parts):
             return False
-        numbers = [self.of.get(part) for part in parts]
+        numbers = [self.sample_of.get(part) for part in parts]
         anew = len({*parts}) == len(parts) > 1 and {*numbers} == {None}
         return (anew and all(self._same_node(parts[0], part) for part in parts)) or numbers == [*range(self.rows)]
 
@@ -240,7 +240,7 @@ class _Search:
         first: Any = node.args[0]
         if self._is_start(first, node.args[1]):
             links.insert(0, first)
-            start, first = first.args if first.args[1] in self.of else first.args[::-1]
+            start, first = first.args if first.args[1] in self.sample_of else first.args[::-1]
         parts: list[Any] = [first, node.args[1]]
         while len(parts) < self.rows:
             following = next(iter(links[-1].users)) if len(links[-1].users) == 1 else None
@@ -260,7 +260,7 @@ class _Search:
         such op."""
         if not isinstance(first, fx.Node) or first in self.samples or not _adds_two(first):
             return False
-        others: list[Any] = [arg for arg in first.args if arg not in self.of]
+        others: list[Any] = [arg for arg in first.args if arg not in self.sample_of]
         alike = (
             isinstance(second, fx.Node)
             and second.target == first.target
@@ -332,7 +332,7 @@ class _Search:
         """Whether two values are the same, each of its own sample, or of none."""
         if one in self.samples and other in self.samples:
             return replace(self.samples[one], number=0) == replace(self.samples[other], number=0)
-        if one in self.of or other in self.of:
+        if one in self.sample_of or other in self.sample_of:
             return one in self.place and self.place[one] == self.place.get(other)
         if one is other:
             return True

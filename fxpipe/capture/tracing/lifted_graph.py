@@ -84,7 +84,7 @@ class Lifted:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CapturedGraph:
     """A graph as it was captured for calls that are cut along `batch_dim` into micro-batches, or are not cut."""
 
     lifted: Lifted
@@ -97,7 +97,7 @@ class Piece:
     def graph(self) -> Graph:
         return self.finished.graph
 
-    def renewed(self, flat: tuple[Any, ...]) -> Piece:
+    def renewed(self, flat: tuple[Any, ...]) -> CapturedGraph:
         """The same with the constants of this call."""
         finished = self.finished.renewed(flat)
         return self if finished is self.finished else replace(self, finished=finished)
@@ -196,7 +196,7 @@ def capture_lifted(
     *,
     reduce: Reduce = None,
     sizes: Sizes = lambda batch: (batch,),
-) -> Piece:
+) -> CapturedGraph:
     """The graph for calls with such flat arguments. Raises CaptureError where it does not hold for micro-batches of
     these sizes, InputError where the arguments have no common batch size."""
     call = call_of(lifted, flat, batch_dim)
@@ -218,7 +218,7 @@ def capture_lifted(
     check_sizes(traced, drafted, call, sizes)
     hollows = stand_ins(drafted)
     finished = finish(drafted, hollows, call, Seen(hollows, {}, (), slots), reduce)
-    return Piece(lifted, batch_dim, traced, drafted, finished)
+    return CapturedGraph(lifted, batch_dim, traced, drafted, finished)
 
 
 def check_free(lifted: Lifted, traced: Traced, graph: Draft, call: Call) -> None:

@@ -17,7 +17,7 @@ def _names(text: str, *families: frozenset[str]) -> frozenset[str]:
 # Another shape of the same elements, in the same order; copied if the memory layout does not allow a view.
 RESHAPES = _names("view view_as reshape reshape_as ravel flatten unflatten squeeze unsqueeze")
 PERMUTATIONS = _names("transpose swapaxes swapdims permute t")
-PIECES = _names("unbind chunk split split_with_sizes tensor_split")  # a tuple of them
+SPLIT_OPS = _names("unbind chunk split split_with_sizes tensor_split")  # a tuple of them
 # These return their argument if it already has the requested type, device or layout, else a copy.
 CASTS = _names("""
     as_subclass as_tensor asarray contiguous resolve_conj resolve_neg to type type_as cpu cuda
@@ -29,7 +29,7 @@ _OTHER_VIEWS = """
     getitem hsplit linalg_diagonal matrix_H moveaxis movedim narrow numpy_T positive select slice slice_inverse unfold
     view_as_complex view_as_real vsplit __getitem__ __get__
 """
-VIEWS = _names(_OTHER_VIEWS, RESHAPES, PERMUTATIONS, PIECES)
+VIEWS = _names(_OTHER_VIEWS, RESHAPES, PERMUTATIONS, SPLIT_OPS)
 MERE_VIEWS = VIEWS | CASTS
 
 # Families -------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ _LINEAR = """
     diagonal flip roll repeat tile tensor as_tensor scalar_tensor _add_batch_dim _remove_batch_dim
     each_sample stacked
 """
-LINEAR = _names(_LINEAR, RESHAPES, PERMUTATIONS, PIECES)
+LINEAR = _names(_LINEAR, RESHAPES, PERMUTATIONS, SPLIT_OPS)
 
 # What autograd keeps --------------------------------------------------------------------------------------------------
 

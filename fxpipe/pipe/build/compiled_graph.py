@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from fxpipe.batching.mixed_samples import refuse_unmeant
 from fxpipe.capture.batch_size.batch_size_checks import check_outputs
 from fxpipe.capture.call_arguments import cut_along
-from fxpipe.capture.tracing.lifted_graph import Piece, capture_lifted, lift, not_cut
+from fxpipe.capture.tracing.lifted_graph import CapturedGraph, capture_lifted, lift, not_cut
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.codegen.package.load_package import bind
 from fxpipe.codegen.package.package_files import constants
@@ -48,30 +48,30 @@ from .local_cluster import local_cluster
 from .phase_timing import timed
 
 
-class Captured:
+class BuiltGraph:
     """A captured graph with its build and the package that runs it."""
 
-    def __init__(self, piece: Piece, flat: tuple[Any, ...], options: Options, number: int) -> None:
-        inputs = piece.inputs(flat)
-        sizes = micro_batch_sizes(piece.graph, inputs, options.chunks)
+    def __init__(self, captured: CapturedGraph, flat: tuple[Any, ...], options: Options, number: int) -> None:
+        inputs = captured.inputs(flat)
+        sizes = micro_batch_sizes(captured.graph, inputs, options.chunks)
         cluster = options.cluster or local_cluster(options.devices)
         self.chunks = options.chunks
         with working(f"planning graph {number} of torch.compile and writing its stages"):
             with timed("profiling"):
-                profile = estimate(piece.graph, sizes, cluster.device(options.devices[0]))
-            self.build = build(piece.graph, profile, sizes, cluster, options, None, {})
+                profile = estimate(captured.graph, sizes, cluster.device(options.devices[0]))
+            self.build = build(captured.graph, profile, sizes, cluster, options, None, {})
         if options.dump is not None:
             dump(self.build, options.dump, number)
         self._folder = Folder()
         self._live = RunningPackage(self._folder.new(), self.build.files)
-        self.piece = self._bound(piece)
+        self.captured = self._bound(captured)
 
-    def _bound(self, piece: Piece) -> Piece:
+    def _bound(self, captured: CapturedGraph) -> CapturedGraph:
         """The graph, to whose constants the package is bound now."""
-        made = with_states(self.build, piece.graph)
+        made = with_states(self.build, captured.graph)
         held = constants(made.program, made.totals)
-        self._live.bind(lambda package: bind(package, nn.Module(), held, piece.lifted.held, move=False))
-        return piece
+        self._live.bind(lambda package: bind(package, nn.Module(), held, captured.lifted.held, move=False))
+        return captured
 
     def hold(self, new: Mapping[str, Tensor]) -> None:
         """Replace tensors of the model, by path, in all stages."""
@@ -82,13 +82,13 @@ class Captured:
 
     def run(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the traced graph returns for its flat arguments."""
-        piece = self.piece.renewed(flat)
-        if piece is not self.piece:
-            self.piece = self._bound(piece)
-        results = self._live.scheduler.run(piece.inputs(flat), self.chunks)
-        types = piece.graph.types
-        outputs = piece.graph.outputs
-        return piece.outputs(tuple(map(at_home, results, (types[output.value] for output in outputs))), flat)
+        captured = self.captured.renewed(flat)
+        if captured is not self.captured:
+            self.captured = self._bound(captured)
+        results = self._live.scheduler.run(captured.inputs(flat), self.chunks)
+        types = captured.graph.types
+        outputs = captured.graph.outputs
+        return captured.outputs(tuple(map(at_home, results, (types[output.value] for output in outputs))), flat)
 
 
 def at_home(result: Any, kind: ValueType) -> Any:
@@ -101,7 +101,7 @@ class Way:
     """How calls of one batch size are run: by `live`, or, if it is None, as the plain graph. `why`: the reason for no
     better way, or a note about this one."""
 
-    live: Captured | None
+    live: BuiltGraph | None
     why: str = ""
 
 
@@ -114,7 +114,7 @@ class Compiled:
         self.module = module
         self.lifted = lift(module)
         self.ways: dict[tuple[int, ...], Way] = {}
-        self._lives: dict[bool, Captured] = {}  # by whether they cut the batch
+        self._lives: dict[bool, BuiltGraph] = {}  # by whether they cut the batch
         self._shapes: tuple[torch.Size, ...] = ()
         self._lock = Lock()
 
@@ -160,7 +160,7 @@ class Compiled:
         if self.options.chunks > 1 and sizes and max(sizes) > 1:
             try:
                 live = self._cut(flat)
-                return Way(live, "; ".join(f"mixes samples: {mixed.origin}" for mixed in live.piece.graph.mixed))
+                return Way(live, "; ".join(f"mixes samples: {mixed.origin}" for mixed in live.captured.graph.mixed))
             except (CaptureError, InputError) as error:
                 why = str(error)
         try:
@@ -171,7 +171,7 @@ class Compiled:
             self._warn(way)
         return way
 
-    def _cut(self, flat: tuple[Any, ...]) -> Captured:
+    def _cut(self, flat: tuple[Any, ...]) -> BuiltGraph:
         """The graph in micro-batches. Raises CaptureError or InputError if that is not correct."""
         live = self._lives.get(True)
         if live is None:
@@ -182,21 +182,21 @@ class Compiled:
             if live.build.batch_norms and self.options.deferred_batch_norm is None:
                 batch_statistics.tell(live.build.batch_norms, max(self.sizes(flat)), rows)
         else:
-            live.piece.check(flat, self._micro_batches)
-        check_outputs(live.piece.graph, max(self.sizes(flat)), partial(split_sizes, chunks=self.options.chunks))
-        refuse_unmeant(live.piece.graph)
+            live.captured.check(flat, self._micro_batches)
+        check_outputs(live.captured.graph, max(self.sizes(flat)), partial(split_sizes, chunks=self.options.chunks))
+        refuse_unmeant(live.captured.graph)
         return live
 
-    def _captured(self, flat: tuple[Any, ...]) -> Captured:
+    def _captured(self, flat: tuple[Any, ...]) -> BuiltGraph:
         dim, reduce = self.options.batch_dim, self.options.known_reduce
-        piece = capture_lifted(self.name, self.lifted, flat, dim, reduce=reduce, sizes=self._micro_batches)
-        return Captured(piece, flat, self.options, self.number)
+        captured = capture_lifted(self.name, self.lifted, flat, dim, reduce=reduce, sizes=self._micro_batches)
+        return BuiltGraph(captured, flat, self.options, self.number)
 
-    def _whole(self, flat: tuple[Any, ...]) -> Captured:
+    def _whole(self, flat: tuple[Any, ...]) -> BuiltGraph:
         """The graph in one micro-batch."""
         if False not in self._lives:
-            piece = capture_lifted(self.name, self.lifted, flat, not_cut(self.lifted))
-            self._lives[False] = Captured(piece, flat, replace(self.options, chunks=1), self.number)
+            captured = capture_lifted(self.name, self.lifted, flat, not_cut(self.lifted))
+            self._lives[False] = BuiltGraph(captured, flat, replace(self.options, chunks=1), self.number)
         return self._lives[False]
 
     def _micro_batches(self, batch: int) -> Sequence[int]:

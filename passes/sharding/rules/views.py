@@ -24,7 +24,7 @@ import torch
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
-from fxpipe.ir.graph.ops import CONCATENATIONS, PERMUTATIONS, PIECES, RESHAPES
+from fxpipe.ir.graph.ops import CONCATENATIONS, PERMUTATIONS, RESHAPES, SPLIT_OPS
 from fxpipe.ir.graph.value_types import TensorType, TupleType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
@@ -174,7 +174,7 @@ Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each 
 def index_of(b: GraphRewriter, op: Op) -> tuple[str, Index] | None:
     """The tensor that an op takes a piece of, and the index of the piece; None if it has other than known numbers."""
     x = argument(op, 0, "input").name
-    if x in b.rest and op_name(b.rest[x][0]) in PIECES:
+    if x in b.rest and op_name(b.rest[x][0]) in SPLIT_OPS:
         return _item(b, b.rest[x][0], op.args[1])
     if not isinstance(b.captured[x], TensorType):
         return None

@@ -27,9 +27,9 @@ from fxpipe.ir.graph.ops import (
     LOSSES,
     PER_SAMPLE,
     PERMUTATIONS,
-    PIECES,
     POINTWISE,
     RESHAPES,
+    SPLIT_OPS,
 )
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.ir.operators.operator_map import Reading, View
@@ -68,7 +68,7 @@ def _read(r: Reader, op: Op) -> None:
         held = dict.fromkeys(name for value in reads if isinstance(value, Held) for name in value.states)
         r.values[op.name] = Held(tuple(held))
         return
-    if op_name(op) in PIECES:
+    if op_name(op) in SPLIT_OPS:
         r.pieces[op.name] = r.values[op.name] = r.first(op)
         return
     value = _rule(r, op)(r, op)
