@@ -36,7 +36,7 @@ from .twins.untraced_lists import UnknownList, UnknownTuple, for_ops
 
 NO_GRAD = (Region("grad", (False,)),)
 
-# A function that computes an output of the route from the graph's outputs, the call, and the route's flat arguments.
+# A function that computes an output of the trace from the graph's outputs, the call, and the trace's flat arguments.
 Give = Callable[[tuple[Any, ...], Call, tuple[Any, ...]], Any]
 
 
@@ -48,8 +48,8 @@ class Marker(int):
 class Finished:
     """A complete graph.
 
-    - `gives`: for each output of the route, the function that computes it.
-    - `constants`: the position of each constant in the route's flat arguments.
+    - `gives`: for each output of the trace, the function that computes it.
+    - `constants`: the position of each constant in the trace's flat arguments.
     """
 
     graph: Graph
@@ -58,7 +58,8 @@ class Finished:
 
     def renewed(self, flat: tuple[Any, ...]) -> Finished:
         """The same with the constants of this call: a plain tensor attribute may have been set to another tensor.
-        Raises CaptureError for one that a trace has set, and that is not the model's, so that it is not set back."""
+        Raises CaptureError if one has no values, because the dry pass has set a global or closure variable to it: only
+        attributes are restored after a dry pass."""
         if not self.constants:
             return self
         totals = self.graph.totals
@@ -293,7 +294,7 @@ def _give(
     places: Mapping[str, int],
     exact: Mapping[str, Callable[[Mapping[str, int]], int]],
 ) -> Give:
-    """The function that computes one of the route's outputs; `slot`: the output is the tensor of this slot."""
+    """The function that computes one of the trace's outputs; `slot`: the output is the tensor of this slot."""
     if slot is not None:
         return lambda results, call, flat: slot.tensors[slot.key]
     if name in exact:

@@ -131,7 +131,7 @@ def test_a_step_is_right_for_each_length(kind, lengths, captures):
         (Masked, (5, 8, 3), 1, 2),
         (Shifted, (5, 8, 3), 1, 2),
         (Branches, (5, 8, 3, 9), 2, 2),
-        (Recurrent, (5, 8, 3), 2, 1),  # code for the first length; then it is a symbol, and an LSTM counts to it
+        (Recurrent, (5, 8, 3), 2, 1),  # code for the first length; then it is a symbol, and an LSTM uses it as an int
     ],
 )
 def test_backward_as_code_is_right_for_each_length(kind, lengths, captures, stages):

@@ -194,7 +194,7 @@ class WithDefault(Net):
 WHOLE = {"batch_dim": {"given[0]": None}}
 BATCH = {
     "loop": Case(
-        ("does another number of things", "write it as tensor operations over the whole batch"),
+        ("depending on the batch size", "write it as tensor operations over the whole batch"),
         Step(partial(Net, counts_up)),
         Step(partial(Net)),
     ),

@@ -1,5 +1,5 @@
-"""Models whose graph has the batch size as a number: `len(range(x.shape[0]))`, a library that computes shapes as
-numbers, a loop over the samples (`sample_loops.py`).
+"""Models that use the batch size as a Python int, so that the graph is specialized to it: `len(range(x.shape[0]))`, a
+library that computes shapes as numbers, a loop over the samples (`sample_loops.py`).
 
 Such a model is traced at two sizes of micro-batch. What differs is the batch: the sizes of types, and the numbers among
 the arguments of ops, which become `b`. The graph holds for these two sizes.
@@ -61,9 +61,10 @@ class DryPass:
 def at_two_sizes(
     one: DryPass, sizes: Sequence[int], again: Callable[[int], DryPass], uncut: bool
 ) -> tuple[Draft, Draft, frozenset[int]]:
-    """The graph of a call that counts to the batch size, for micro-batches of two `sizes` at most: as traced, with `b`,
-    and the sizes that it holds for. `again` makes a dry pass with another number of samples. If no call is cut, loops
-    stay loops. Raises CaptureError if there is no such graph, or the whole batch has another one."""
+    """The graph of a call that uses the batch size as a Python int (a loop bound, for example), for micro-batches of
+    two `sizes` at most: as traced, with `b`, and the sizes that it holds for. `again` makes a dry pass with another
+    number of samples. If no call is cut, loops stay loops. Raises CaptureError if there is no such graph, or the whole
+    batch has another one."""
     path, others = one.draft.baked or "", sorted({*sizes} - {one.rows})
     if one.traced.read is not None and one.rows != one.call.batch:
         raise ValuesOfOtherSamples(path)
@@ -71,8 +72,9 @@ def at_two_sizes(
         rows = ", ".join(map(str, (one.rows, *others)))
         line = baking_line(one.traced, one.rows)
         raise CaptureError(
-            f"{line}counts to the batch size, so that the graph holds for one or two sizes of {path}, and here are "
-            f"micro-batches of {rows} samples; choose chunks so that there are two sizes at most"
+            f"{line}uses the batch size as a Python int (a loop bound, for example), so that the graph holds for one "
+            f"or two sizes of {path}, and here are micro-batches of {rows} samples; choose chunks so that there are "
+            "two sizes at most"
         )
     compared = others or [one.rows + 1]
     if not uncut and one.call.batch not in (None, one.rows):
@@ -122,7 +124,7 @@ def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any,
     if (
         inputs[0] != inputs[1]
         or [op.target for op in ops] != [op.target for op in others]
-        or _shape(results[0]) != _shape(results[1])
+        or _structure(results[0]) != _structure(results[1])
     ):
         pairs = zip(ops, others, strict=False)
         raise _differs(next((two for one, two in pairs if one.target != two.target), others[-1] if others else None))
@@ -148,8 +150,8 @@ def _fits_one(one: Draft, few: Draft, more: Draft, rows: int) -> bool:
 def _differs(op: Op | None) -> CaptureError:
     return refuse(
         op,
-        "forward does another number of things, or returns another number, for every batch size, as where it goes "
-        "through the samples one by one and does not treat them alike",
+        "forward runs other ops, or returns another structure, depending on the batch size, as where it goes through "
+        "the samples one by one and does not treat them alike",
         "write it as tensor operations over the whole batch",
     )
 
@@ -277,6 +279,6 @@ def as_text(factor: int, rest: int) -> Dim:
     return times if rest == 0 else f"{times} {'+' if rest > 0 else '-'} {abs(rest)}"
 
 
-def _shape(result: Any) -> str:
+def _structure(result: Any) -> str:
     """The structure of a result, with a mark for each tensor."""
     return str(template(result, lambda leaf: Ref("tensor") if isinstance(leaf, Tensor) else None))

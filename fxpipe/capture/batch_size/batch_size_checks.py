@@ -24,8 +24,8 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import is_of_tensor, printed
 
 
 def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
-    """Raise CaptureError, with the user's line, if the model would do something else for some micro-batch. What counts
-    to the batch size is traced for each size."""
+    """Raise CaptureError, with the user's line, if the model would do something else for some micro-batch. A
+    graph that is specialized to the batch size (`draft.baked`) is traced for each size instead."""
     guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None and draft.baked is None else []
     if call.batch is None:
         return

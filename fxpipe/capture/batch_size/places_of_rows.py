@@ -24,7 +24,8 @@ from fxpipe.runtime.microbatch import checked_places
 
 
 def with_checked_places(graph: Graph) -> Graph:
-    """The graph with a check before each op that puts rows where a mask is true that has not selected them."""
+    """The graph with a runtime check before each masked write whose mask is not the one that the rows were selected
+    with."""
     types = graph.types
     if not any(op_name(op) in PUTS and mask_of(op, types) is not None for op in graph.ops):
         return graph

@@ -23,9 +23,9 @@ from .opaque_submodules import names_in
 
 
 def compared_type(twins: Twins, kept: Container[int], losses: Iterable[Any], paths: Iterable[str]) -> Refused | None:
-    """The refusal of a line that compares the type of a list at `paths`, whose items are the samples; None if there is
-    none in the classes of the model's submodules, but for those in `kept`, by their ids; nor one of any list in
-    `losses`, which have names of their own."""
+    """The refusal of the first line that compares type(x) with list, where x is named like a list of samples at
+    `paths`: in the classes of the model's submodules, except those kept whole (`kept`, by id); or, whatever x is named,
+    in the `losses`, which have names of their own. None if there is no such line."""
     names = {name for path in paths for name in _names(path)}
     skipped = "\0"  # begins no path
     for path, twin in twins.named():

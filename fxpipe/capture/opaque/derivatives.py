@@ -68,7 +68,7 @@ class Derivatives(TorchFunctionMode):
 
 
 def leaves_through(doors: set[Edge], outputs: Iterable[Edge], inputs: Iterable[Edge]) -> bool:
-    """Whether a way from outputs to inputs goes on behind one of the `doors`."""
+    """Whether a path in autograd's graph from `outputs` to `inputs` passes one of the edges `doors` and goes on."""
     reached = _reached(outputs, doors) & doors
     behind = [(node, at) for door, _ in reached for node, at in door.next_functions if node is not None]
     return not _reached(behind, set()).isdisjoint(inputs)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Contents:
-    """What a call was given and what it returned: copies of the tensors, in which nothing later writes. Of a list with
-    a number of tensors that only a run tells, these."""
+    """Copies of the tensors that a call was given and returned, which later writes do not change. A returned list whose
+    length only a run shows is one item: the sequence of its tensors."""
 
     given: Sequence[Tensor]
     returned: Sequence[Tensor | Sequence[Tensor]]

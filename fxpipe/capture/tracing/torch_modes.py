@@ -9,8 +9,8 @@ from fxpipe.torch_internals.op_modes import active_modes, modes_are_active
 
 
 def check_modes(instead: str = "run the model itself in it, as pipe.model(x)") -> None:
-    """Raise FxpipeError in a mode of torch's that changes or watches what ops do: it is of this thread alone, so it
-    would reach some stages only. The default device is one of these, and may be. `instead`: what the user can do."""
+    """Raise FxpipeError if a TorchFunctionMode or TorchDispatchMode is active: modes are per thread, so it would reach
+    only some of the stages. That of torch.set_default_device is allowed. `instead`: what the user can do."""
     if modes_are_active() and (found := active_modes()):
         kind = "TorchFunctionMode" if isinstance(found[0], TorchFunctionMode) else "TorchDispatchMode"
         raise FxpipeError(

@@ -73,7 +73,7 @@ class Watch:
         return list({id(item): item for item in found}.values())
 
     def keep(self, owner: Any, name: str, value: Any) -> None:
-        """Take an attribute that a call has set for unchanged."""
+        """Note the value that a call has set, so that the attribute does not count as changed by the user."""
         if self.starts is None:
             ends = accumulate(self.lengths)
             rows = zip(self.owners, self.lengths, ends, strict=True)

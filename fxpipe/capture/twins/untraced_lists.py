@@ -146,9 +146,11 @@ class _Found(NamedTuple):
 def untraced_lists(
     named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any]
 ) -> dict[str, tuple[Sequence[Any], UntracedList]]:
-    """The lists among the named arguments whose items are the samples, and what stands for them, by path: those that
-    `batch_dim` names; and lists of as many dicts as there are samples, unless each tensor in them has as many rows,
-    with other lists beside these. Raises InputError for a list of dicts that may be either."""
+    """The lists among the named arguments whose items are the samples, and what stands for them, by path.
+
+    Lists named 'items' in `batch_dim`; also lists of dicts, not named there, whose length is the batch size while the
+    tensors inside are not all of that size along the batch; and, where there is such a list, other lists of that
+    length whose tensors are not all of that size. Raises InputError for a list of dicts that may be either."""
     told = batch_dim if isinstance(batch_dim, Mapping) else {}
     dim = batch_dim if isinstance(batch_dim, int) else 0
     lists, outside = list[_Found](), set[int]()
@@ -219,7 +221,8 @@ def counts_of_others(tensors: Sequence[tuple[str, Tensor, int | None]], batch: i
 
 
 def _by_items(one: _Found) -> bool:
-    """Whether the items of a list with as many dicts as there are samples are these."""
+    """Whether the samples are the list's items rather than the rows of the tensors inside. Raises InputError if they
+    may be either."""
     count = len(one.items)
     if one.rows == {count} and count > 1:
         raise InputError(

@@ -69,7 +69,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         contexts.enter_context(torch.inference_mode(False))
         contexts.enter_context(torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()))
         contexts.enter_context(traced.mode)
-        contexts.enter_context(python_kernels())  # as Dynamo does: an LSTM in C++ counts to the batch size
+        contexts.enter_context(python_kernels())  # as Dynamo does: in C++, an LSTM uses the batch size as an int
         contexts.enter_context(one_step())
         contexts.enter_context(composed_in_python())
         contexts.enter_context(in_a_trace(traced.mode))
