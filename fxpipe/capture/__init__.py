@@ -11,7 +11,7 @@ from fxpipe.batching.sample_dims import sample_dims
 from fxpipe.ir.sample_lists import BatchDim
 
 from .call_arguments import NO_TARGET
-from .capture_errors import NoOps, NumbersWanted
+from .capture_errors import NoOps, StaticSizesRequired
 
 if TYPE_CHECKING:
     from fxpipe.batching.mixed_samples import Reduce
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .capture_call import CallCapture
     from .capture_step import StepCapture
 
-__all__ = ["NO_TARGET", "CallCapture", "NoOps", "NumbersWanted", "StepCapture", "capture", "sample_dims"]
+__all__ = ["NO_TARGET", "CallCapture", "NoOps", "StaticSizesRequired", "StepCapture", "capture", "sample_dims"]
 
 # What is imported when it is asked for: torch's Dynamo takes longer than the rest of fxpipe, and a saved pipeline does
 # without it.

@@ -52,10 +52,10 @@ NO_TARGET = NoTarget()
 class Assumed(NamedTuple):
     """What a capture assumes of the calls of a kind.
 
-    - `any_lengths`: all sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols from the
-      first capture on. The sizes of other tensors are mostly features and channels, which the parameters decide: they
-      are symbols once there were two. Dynamo makes a number of a symbol that must be one.
-    - `any_rows`: the batch size is a symbol, too; else inputs need no common one.
+    - `any_lengths`: all sizes of integer tensors, such as the length of tokens and masks, are symbols from the first
+      capture on; constants if that fails. Sizes of other tensors, mostly features and channels, which the parameters
+      decide, become symbols once a second value was seen. Dynamo specializes a symbol that must be a number.
+    - `any_rows`: the batch size is a symbol, too; else it is a constant, and inputs need no common one.
     """
 
     any_lengths: bool
@@ -287,8 +287,8 @@ class Arguments:
         raise AssertionError(f"{forward} takes what its signature {self.signature} does not")
 
 
-def with_numbers(assumed: Assumed, call: Call) -> Assumed | None:
-    """The same without `any_lengths`, for not every function takes symbols; None if this call has none."""
+def with_static_sizes(assumed: Assumed, call: Call) -> Assumed | None:
+    """The same without `any_lengths`, as not every op takes symbols; None if that changes nothing for the call."""
     lengths = any(
         holds_whole_numbers(leaf.real) and leaf.real.dim() > (leaf.batch_dim is not None)
         for leaf in call.leaves.values()
@@ -302,8 +302,8 @@ def holds_whole_numbers(tensor: Tensor) -> bool:
 
 
 def form(request: RequestedCall) -> Any:
-    """A key for all calls with stand-ins like this one's: of a call whose arguments are plain tensors, each another.
-    None for other calls."""
+    """A cache key of a call whose arguments are distinct plain tensors with strides: calls with equal keys have the
+    same stand-ins. None for other calls."""
     values = (*request.args, *request.kwargs.values(), *(request.targets or ()))
     facts = []
     for x in values:

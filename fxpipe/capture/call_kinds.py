@@ -59,8 +59,9 @@ class CallKind:
     fits: set[int | None] = field(default_factory=set)
 
     def check_trace(self, attempt: Attempt, kept: Container[int]) -> None:
-        """Raise Refused if an op was traced that runs inside of Dynamo only, or that a stage does not run; or what
-        stands for a list led elsewhere than it, in a submodule that is not kept whole."""
+        """Raise Refused if an op was traced that runs inside of Dynamo only, or that a stage does not run; or if code
+        outside of submodules kept whole compares type(x) with list, where x stands for a list of samples: the trace
+        may have taken the wrong branch."""
         traced = self.traced.module.graph
         floats = made_of_floats(traced) if self.traced.folded else None
         if refused := written_by_dynamo(traced) or derived(traced) or floats:
@@ -74,7 +75,7 @@ class CallKind:
         node = self.traced.asserts.failed
         if node is None:
             return None
-        return Refused(line_of(node), "what this line asserts is not so", steered=True)
+        return Refused(line_of(node), "the assertion on this line fails", steered=True)
 
     def tell_unchecked(self, warned: set[str]) -> None:
         """Warn of the user's assertions that are no part of the graph, and not in `warned`; log those of a library."""
@@ -91,7 +92,7 @@ class CallKind:
     @property
     def set_to(self) -> tuple[Any, ...]:
         """The values that forward leaves anywhere but in its result."""
-        return (*(one.value for one in self.touched.values()), *self.given, *self.written.of(self.hollows))
+        return (*(one.value for one in self.touched.values()), *self.given, *self.written.final_values(self.hollows))
 
     def holds(self, call: Call, sizes: Sizes) -> bool:
         """Whether the graph is finished, and holds for micro-batches of these sizes."""
@@ -125,7 +126,7 @@ class Reached:
     def fed(self, graph: Graph, call: Call) -> tuple[Any, ...]:
         """The real values of the graph's inputs."""
         assert self.kind.drafted is not None
-        return self.kind.written.kept(graph, feed(graph, self.kind.drafted, call, self.flat))
+        return self.kind.written.with_clones(graph, feed(graph, self.kind.drafted, call, self.flat))
 
 
 @dataclass(eq=False)
@@ -150,12 +151,12 @@ class Attempt:
         leaf = self.call.leaves.get(id(tensor))
         if leaf is not None:
             return leaf.real
-        slot = self.twins.of.get(id(tensor))
+        slot = self.twins.slot_by_id.get(id(tensor))
         return tensor if slot is None or slot.real is None else slot.real
 
     def compared_type(self, kept: Container[int]) -> Refused | None:
-        """The refusal of a line, in no submodule that is kept whole, that goes by the type of a list that something
-        else stands for: the trace may have gone wrong there."""
+        """The refusal of a line outside of submodules `kept` whole that compares type(x) with list, where x stands for
+        a list of samples: the trace may have taken the wrong branch. None if there is no such line."""
         call = self.call
         return compared_type(self.twins, kept, call.rest, call.lists) if call.lists else None
 

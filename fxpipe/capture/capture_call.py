@@ -7,7 +7,8 @@ Not every model can be traced in one graph. These ways are tried in this order, 
   - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`first_call.py`)
   - the same, with the innermost submodule that cannot be traced kept whole (`opaque_submodules.py`); and the next
 
-Lengths are symbols first, and numbers if that is refused. If no call is cut, so are all other sizes in the end.
+Sizes of integer tensors are symbols at first, and constants if that fails; with `uncut`, the batch size then too. Sizes
+of other tensors become symbols once a second value was seen.
 
 If all ways fail, the error has a table of them. torch.export is not used: it fixes train or eval mode and every flag in
 its graph without a guard that detects changes, and silently drops the backward of custom autograd functions. Code that
@@ -15,11 +16,11 @@ it could trace and Dynamo cannot runs as an opaque op.
 
 front(args, kwargs, run)
   1. arguments: one batch size for all; hollow copies of the tensors
-  2. the route's function is called with a twin of the model, which has hollow parameters and buffers (`twin.py`)
-  3. for a new kind of call: the route traces it. A dry pass returns hollow outputs, to find their places in the
+  2. the compiled function is called with a twin of the model, which has hollow parameters and buffers (`twin.py`)
+  3. for a new kind of call: Dynamo traces it. A dry pass returns hollow outputs, to find their places in the
      model's result; its changes of the twin's attributes are undone
   4. `run(graph, real inputs)` computes the outputs
-  5. the route puts them into what the model returns; attributes that forward has set are copied to the model
+  5. the compiled function puts them into the model's result; attributes that forward has set are copied to the model
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from fxpipe.capture.batch_size.batch_size_checks import conditions
 from fxpipe.capture.opaque.another_way import another_way, refusal_of
 from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces
-from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, Ways, dynamo
+from fxpipe.capture.tracing.dynamo import MOST_TRACES, Traced, TraceModes, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, drafted, owner_of
-from fxpipe.capture.tracing.layers.leaves import Layers
+from fxpipe.capture.tracing.layers.compiled_entries import CompiledEntries
 from fxpipe.capture.tracing.layers.place_layers import Stale
-from fxpipe.capture.tracing.layers.routes import Routes
+from fxpipe.capture.tracing.layers.separate_layers import Layers
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.transforms import transformed
@@ -55,7 +56,7 @@ from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed, called
 from fxpipe.ir.sample_lists import BatchDim
 
-from .call_arguments import Arguments, Assumed, Call, Leaf, RequestedCall, with_numbers
+from .call_arguments import Arguments, Assumed, Call, Leaf, RequestedCall, with_static_sizes
 from .call_kinds import Attempt, CallKind, Passed, Reached, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, ValuesOfOtherSamples, failed, no_ops, no_two_alike, refusals, without_frames
 from .finish_graph import Finished, Seen, finish, stand_ins
@@ -101,25 +102,25 @@ class CallCapture:
         self.layers = Layers()
         function = function_for(loss, self.arguments.counts)
         self._another_way = partial(another_way, self.pieces, function)
-        self.ways = Ways()
+        self.trace_modes = TraceModes()
         # Weak, because torch keeps every backend alive, and with it would keep the model.
-        self._routes = Routes(partial(dynamo, function, weakref.ref(self)), self.layers)
+        self._entries = CompiledEntries(partial(dynamo, function, weakref.ref(self)), self.layers)
         self._traces = 0
         self._unguarded = self.twins.unguarded
         self._attempt: Attempt | None = None  # the one under way
-        self._work, self._working, self._works = work, ExitStack(), False
+        self._start_progress, self._progress, self._progress_shown = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._warned: set[Mixed] = set()
         self._unchecked: set[str] = set()
         self._has_set: set[str] = set()
         self._lock = threading.RLock()
 
-    def anew(self) -> None:
+    def reset(self) -> None:
         """Forget what was captured."""
         self._traces = 0
-        self.ways.used = frozenset()
+        self.trace_modes.used = frozenset()
         self.layers.forget()
-        self._routes.anew()
+        self._entries.reset()
         self._unguarded = self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
@@ -151,8 +152,7 @@ class CallCapture:
             return graph, passed.reached.fed(graph, passed.attempt.call)
 
     def _captured(self, request: RequestedCall, run: Run | None) -> Passed:
-        """One call of the route. Raises the model's own exception for such a call, if it raises one, else
-        CaptureError."""
+        """One call of the captured function. Raises the model's own exception if it raises one, else CaptureError."""
         try:
             return self._attempted(request, run)
         except NoOps:
@@ -161,7 +161,7 @@ class CallCapture:
             raise without_frames(error) from error.__cause__
         except CaptureError as error:
             refused = without_frames(error)
-        if self.twins.shape is None:  # it has parameters without a shape
+        if self.twins.structure_token is None:  # it has parameters without a shape
             raise refused
         raise self._diagnosed(refused, self.arguments.call(request, self.assumed, self.twins.device), request)
 
@@ -170,8 +170,7 @@ class CallCapture:
         return diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _attempted(self, request: RequestedCall, run: Run | None) -> Passed:
-        """One call of the route, with fewer assumptions if it is refused. Raises what it raised for any number of
-        samples."""
+        """As `_captured`, with fewer assumptions if it is refused. Raises what it raised for any number of samples."""
         before = self.assumed, [*self._signatures]
         refused: CaptureError | None = None
         try:
@@ -187,39 +186,39 @@ class CallCapture:
                     raise refused
                 self.assumed = less
                 self.pieces.given_up.clear()  # with less assumed, each may be an op
-                self.anew()
+                self.reset()
         except BaseException:
             self.assumed, self._signatures = before  # what is refused is no kind of call
             raise
         finally:
-            if self._works:
-                self._works = False
-                self._working.close()
+            if self._progress_shown:
+                self._progress_shown = False
+                self._progress.close()
 
     def _assumed_less(self, request: RequestedCall) -> Assumed | None:
         """What to assume of a call that was refused; None if nothing less can be assumed."""
-        if self.twins.shape is None:
+        if self.twins.structure_token is None:
             return None
         rows = self.assumed._replace(any_rows=False) if self.arguments.uncut and self.assumed.any_rows else None
-        return with_numbers(self.assumed, self.arguments.call(request, self.assumed, self.twins.device)) or rows
+        return with_static_sizes(self.assumed, self.arguments.call(request, self.assumed, self.twins.device)) or rows
 
     def starts(self) -> None:
-        """Called when the route begins to trace a new kind of call."""
+        """Called when Dynamo begins to trace a new kind of call."""
         assert self._attempt is not None
         self._traces += 1
         signature = signature_of(self._attempt.call, self.model.training)
-        if not self._works:
+        if not self._progress_shown:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
             why = why_new(signature, self._signatures, "step" if self.loss else "call", self._has_set)
-            if self.ways.other_values:
+            if self.trace_modes.other_values:
                 why = "forward reads another value of its inputs"
-            self._working.enter_context(self._work(f"capturing {name}: {why}"))
-            self._works = True
+            self._progress.enter_context(self._start_progress(f"capturing {name}: {why}"))
+            self._progress_shown = True
             self._signatures.append(signature)
 
     def _completed(self, request: RequestedCall, run: Run | None) -> Passed:
-        """One call of the route; after a dry pass, the graph of its kind is complete. If the graph is refused because a
-        size depends on data, keep the submodule with this op whole and try again."""
+        """One call of the captured function; after a dry pass, the graph of its kind is complete. If the graph is
+        refused because a size depends on data, keep the submodule with this op whole and try again."""
         passed = self._pass(request, run)
         attempt, kind = passed.attempt, passed.reached.kind
         if passed.reached.snapshot is None:
@@ -230,21 +229,22 @@ class CallCapture:
         except NoOps:
             raise
         except ValuesOfOtherSamples:
-            if "values" in self.ways.barred:
+            if "values" in self.trace_modes.barred:
                 raise
-            self.anew()
-            with self.ways.without_values():
+            self.reset()
+            with self.trace_modes.without_values():
                 return self._completed(request, run)
         except CaptureError as error:
-            draft = kind.drafted if with_numbers(self.assumed, attempt.call) is None else None
-            if draft is not None and any(called(op) == "item" for op in draft.graph.ops) and self.ways.may("values"):
-                self.anew()
-                self.ways.used |= {"values"}
+            draft = kind.drafted if with_static_sizes(self.assumed, attempt.call) is None else None
+            items = draft is not None and any(called(op) == "item" for op in draft.graph.ops)
+            if items and self.trace_modes.may("values"):
+                self.reset()
+                self.trace_modes.used |= {"values"}
                 return self._completed(request, run)
             refused = refusal_of(error, draft, self.twins)
             if refused is None or self._another_way(attempt, [refused]) is None:
                 raise
-            self.anew()
+            self.reset()
             return self._completed(request, run)
         self.pieces.tell()
         kind.tell_unchecked(self._unchecked)
@@ -276,14 +276,14 @@ class CallCapture:
         return DryPass(call, kind.traced, kind.drafted, passed.result, lambda traced: draft(owner, traced, flat, call))
 
     def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> Passed:
-        """One call of the route, in which all tensors are hollow until `run` runs. Raises NoOps if it has no graph."""
+        """One call of the captured function; tensors are hollow until `run` runs. Raises NoOps if it has no graph."""
         check_modes()
         self.twins.sync()
         if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
-            self.anew()
-        if self._traces >= MOST_TRACES or self.ways.give_up_values():  # torch.compile would refuse another one
-            self.anew()
+            self.reset()
+        if self._traces >= MOST_TRACES or self.trace_modes.give_up_values():  # torch.compile would refuse another one
+            self.reset()
         self.layers.renew(self.twins)
         # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.assumed, self.twins.device, rows)
@@ -291,9 +291,9 @@ class CallCapture:
         attempt = Attempt(call, request, self.twins, run, twinned[:count], twinned[count:])
         self.pieces.lists = bool(call.lists)
         self._attempt, before = attempt, self._attempt
-        self.ways.other_values = done = False
+        self.trace_modes.other_values = done = False
         try:
-            result = self._routed(attempt)
+            result = self._compiled_result(attempt)
             if (reached := attempt.reached) is None:
                 raise no_ops(self.model)
             if reached.snapshot is not None:
@@ -316,20 +316,20 @@ class CallCapture:
                 self._has_set |= {f"{type(one.holder).__name__}.{name}" for (_, name), one in kind.touched.items()}
                 kind.given = given
 
-    def _routed(self, attempt: Attempt) -> Any:
-        """The result of the route. A call that is refused though nothing is assumed of lengths is tried again as long
-        as there is another way."""
+    def _compiled_result(self, attempt: Attempt) -> Any:
+        """The result of the compiled function. A call that is refused though nothing is assumed of lengths is tried
+        again as long as there is another way."""
         call, tried = attempt.call, list[Refused]()
-        before = dict(self.pieces.of)
+        before = dict(self.pieces.by_key)
         how: str | None = self.pieces.how
         others = 0
         while how is not None:
             call.objects.restore()
             try:
-                result = self._routes.first(self.twins.root, *call.given, *attempt.arguments)
+                result = self._entries.first(self.twins.root, *call.given, *attempt.arguments)
             except Stale:
                 others += 1
-                self._routes.turn(others)
+                self._entries.next_entry(others)
                 continue
             except Refused as refused:
                 refused = attempt.compared_type(self.pieces.whole) or refused
@@ -343,8 +343,8 @@ class CallCapture:
                 tried.append(failed(error, how))
             else:
                 return result
-            how = None if with_numbers(self.assumed, call) else self._another_way(attempt, tried)
-            self.anew()
+            how = None if with_static_sizes(self.assumed, call) else self._another_way(attempt, tried)
+            self.reset()
             self.layers.renew(self.twins)
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
@@ -354,7 +354,7 @@ class CallCapture:
         return None if self._attempt is None else self._attempt.call.leaves.get(id(stand_in))
 
     def captured(self, traced: Traced) -> Callable[..., Any]:
-        """The function that the route calls for a kind of call that it has just traced."""
+        """The function that Dynamo calls for a kind of call that it has just traced."""
         kind, placed = CallKind(traced), traced.placed
         assert placed is not None
         call_capture = weakref.ref(self)
@@ -366,7 +366,7 @@ class CallCapture:
             assert attempt is not None
             flat, call = placed.flat(flat), attempt.call
             if not all(read.same(call) for read in (traced.read, traced.asserts.read) if read is not None):
-                self.ways.other_values = True
+                self.trace_modes.other_values = True
                 raise Stale
             if attempt.run is None or not kind.holds(call, self.sizes):
                 return self._dry(kind, attempt, flat)
@@ -376,12 +376,12 @@ class CallCapture:
             attempt.reached = reached = Reached(kind, flat, None)
             results = attempt.run(finished.graph, reached.fed(finished.graph, call))
             made = tuple(give(results, call, flat) for give in finished.gives)
-            return kind.written.copied(made, kind.drafted.outputs, call) if kind.drafted else made
+            return kind.written.copy_back(made, kind.drafted.outputs, call) if kind.drafted else made
 
         return compute
 
     def _dry(self, kind: CallKind, attempt: Attempt, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
+        """Return hollow outputs instead of running. Dynamo changes the twin's attributes only afterwards."""
         call = attempt.call
         if kind.drafted is None:
             kind.check_trace(attempt, self.pieces.whole)
@@ -397,4 +397,4 @@ class CallCapture:
         # As late as possible, so that changes of other threads are not undone.
         snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *attempt.holders))
         attempt.reached = Reached(kind, flat, snapshot)
-        return kind.written.without(kind.hollows)
+        return kind.written.original_outputs(kind.hollows)

@@ -118,12 +118,12 @@ Kind = TypeVar("Kind", bound=FxpipeError)
 
 
 class Refused(CaptureError):
-    """A route cannot capture a call.
+    """A call cannot be captured in the way that was tried.
 
     - `where`: the user's line; `reason`: why; `advice`: what to write instead.
     - `modules`: the ids of the modules whose forward has the line, outermost first; None if no line is the cause.
     - `sizes`: the sources of the symbols in the reason.
-    - `route`: the way that was tried, in words.
+    - `attempt_label`: the way that was tried, in words.
     - `steered`: whether values of inputs led there.
     - `frames`: the calls that led to the line, outermost first.
     """
@@ -136,23 +136,25 @@ class Refused(CaptureError):
         modules: Sequence[int] | None = None,
         sizes: Sizes | None = None,
         *,
-        route: str = "",
+        attempt_label: str = "",
         steered: bool = False,
         frames: Sequence[traceback.FrameSummary] = (),
     ) -> None:
         super().__init__(f"{at(where)}cannot be captured: {reason}" + (f"; {advice}" if advice else ""))
         self.where, self.reason, self.advice, self.modules, self.sizes = where, reason, advice, modules, sizes or {}
-        self.route, self.steered, self.frames = route, steered, frames
+        self.attempt_label, self.steered, self.frames = attempt_label, steered, frames
 
-    def spelled(self, spell: Callable[[str | tuple[str, int]], str], route: str) -> Refused:
-        """The refusal of a route with the user's names of sizes in place of torch's symbols, as in [2, s33] or
+    def spelled(self, spell: Callable[[str | tuple[str, int]], str], attempt_label: str) -> Refused:
+        """The refusal with the user's names of sizes in place of torch's symbols, as in [2, s33] or
         `s33: hint = 4`."""
 
         def word(found: re.Match[str]) -> str:
             return spell(self.sizes[found[1]]) if found[1] in self.sizes else UNKNOWN
 
         reason, steered, frames = re.sub(SYMBOL, word, self.reason), self.steered, self.frames
-        return Refused(self.where, reason, self.advice, self.modules, route=route, steered=steered, frames=frames)
+        return Refused(
+            self.where, reason, self.advice, self.modules, attempt_label=attempt_label, steered=steered, frames=frames
+        )
 
     @property
     def is_placed(self) -> bool:
@@ -165,7 +167,7 @@ class Refused(CaptureError):
             self.where,
             "it is in the forward of no submodule, and kept whole, the model would have one stage",
             "move these lines into the forward of a submodule",
-            route="keeping a submodule whole",
+            attempt_label="keeping a submodule whole",
         )
 
 
@@ -173,8 +175,8 @@ class NoOps(CaptureError):
     """The model computes nothing for such a call."""
 
 
-class NumbersWanted(FxpipeError):
-    """What runs a graph cannot do so well with symbols for lengths: it wants one with numbers."""
+class StaticSizesRequired(FxpipeError):
+    """What runs a graph does better with constants than with symbols for lengths: capture it again so."""
 
 
 def no_two_alike(model: nn.Module) -> CaptureError:
@@ -196,7 +198,7 @@ class ValuesOfOtherSamples(CaptureError):
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"forward reads values of its inputs, and does another number of things for each batch size of {path}; "
+            f"forward reads values of its inputs, and runs other ops depending on the batch size of {path}; "
             "read the values before the call, and pass them to the model, or write chunks=1"
         )
 
@@ -243,10 +245,10 @@ def _frame_of(stack: str | None) -> traceback.FrameSummary | None:
     return _innermost(parse_stack(stack))
 
 
-def failed(error: Exception, route: str) -> Refused:
+def failed(error: Exception, attempt_label: str) -> Refused:
     """The refusal for an exception of the model, as plain Python or as Dynamo has transformed it."""
     where = innermost(traceback.extract_tb(error.__traceback__))
-    found = Refused(where, f"it raises {type(error).__name__}: {error}", route=route)
+    found = Refused(where, f"it raises {type(error).__name__}: {error}", attempt_label=attempt_label)
     found.__cause__ = error
     return found
 
@@ -273,10 +275,10 @@ def refusal(
 
 
 def refusals(tried: Sequence[Refused]) -> CaptureError:
-    """The error for a call that no route has captured: the first refusal, then a table of all."""
+    """The error for a call that could not be captured in any way: the first refusal, then a table of all."""
     if len(tried) == 1 or tried[-1].steered:
         return tried[-1]
-    rows = [(one.route, str(one.where or ""), one.reason, one.advice) for one in tried]
+    rows = [(one.attempt_label, str(one.where or ""), one.reason, one.advice) for one in tried]
     table = tabulate(
         rows,
         headers=("tried", "stopped at", "because", "write instead"),

@@ -18,7 +18,7 @@ from fxpipe.ir.sample_lists import BatchDim
 from .call_arguments import NO_TARGET, RequestedCall
 from .call_kinds import Run, Sizes, Work
 from .capture_call import CallCapture
-from .capture_errors import NumbersWanted, OutsideOfModules
+from .capture_errors import OutsideOfModules, StaticSizesRequired
 from .model_with_loss import LOSS_FN, KeptLoss, code_of, modules_in, objects_in
 from .nested_values import change
 
@@ -80,15 +80,15 @@ class StepCapture:
         run: Run,
     ) -> tuple[Tensor, Any]:
         """The loss of the batch, and the model's result, or None. Both are detached, also tensors that the model only
-        passes on. `run` may raise NumbersWanted while `dynamic`."""
+        passes on. `run` may raise StaticSizesRequired while `dynamic`."""
 
         def do(request: RequestedCall) -> Any:
             try:
                 return self.call_capture.run(request, run)
-            except NumbersWanted as wanted:
-                log.info("lengths are numbers from now on: %s", wanted)
+            except StaticSizesRequired as required:
+                log.info("lengths are constants from now on: %s", required)
                 self.call_capture.assumed = self.call_capture.assumed._replace(any_lengths=False)
-                self.call_capture.anew()
+                self.call_capture.reset()
                 return self.call_capture.run(request, run)
 
         loss, output = self._captured(args, kwargs, target, loss_fn, outputs, do)
@@ -129,8 +129,8 @@ class StepCapture:
         outputs: bool,
         do: Callable[[RequestedCall], R],
     ) -> R:
-        """Call `do` with the request of the step. If the loss function cannot be traced, or the step is refused and its
-        code shows what it makes of single samples, keep it whole and do so again."""
+        """Call `do` with the request of the step. If the refused line is in the loss function, or the code of the loss
+        function shows how it combines the losses of samples, call `do` again with the loss function kept whole."""
         kept = self._kept.get(code_of(loss_fn)) if self._kept else None
         if kept is not None:
             kept.loss_fn = loss_fn

@@ -13,7 +13,7 @@ from fxpipe.errors import CaptureError
 
 from .first_call import SIGNS, warm
 from .learn_outputs import learn
-from .opaque_submodules import Joins, Pieces, without_bound
+from .opaque_submodules import Joins, Pieces, refuse_unbounded_size
 
 
 def another_way(pieces: Pieces, function: Callable[..., Any], attempt: Attempt, tried: list[Refused]) -> str | None:
@@ -21,9 +21,9 @@ def another_way(pieces: Pieces, function: Callable[..., Any], attempt: Attempt, 
     the refused submodule whole, or the one around it. Returns the way in words, or None if there is no other. Ways that
     fail at once are added to `tried`."""
     refused = tried[-1]
-    if pieces.warmed < len(pieces.of) and any(sign in str(refused) for sign in SIGNS):
-        pieces.warmed = len(pieces.of)
-        warm(attempt.twins, attempt.call, pieces.of.values())
+    if pieces.warmed < len(pieces.by_key) and any(sign in str(refused) for sign in SIGNS):
+        pieces.warmed = len(pieces.by_key)
+        warm(attempt.twins, attempt.call, pieces.by_key.values())
         return "one graph, after forward ran once"
     if refused.reason == LOOKS_INTO_RESULT and attempt.call.rows is None and pieces.joins:
         pieces.joins = Joins(pieces.joins - 1)
@@ -48,7 +48,8 @@ def another_way(pieces: Pieces, function: Callable[..., Any], attempt: Attempt, 
 
 
 def refusal_of(error: CaptureError, draft: Draft | None, twins: Twins) -> Refused | None:
-    """The refusal of a trace whose graph was found not to do, by an error; None if no other way follows from it."""
+    """Turns an error raised while the graph was completed into a Refused that `another_way` can act on: it names what
+    to keep whole, or says that a returned list is looked into. None if neither would help."""
     if isinstance(error, Refused) and error.reason == LOOKS_INTO_RESULT:
         return error
-    return None if draft is None else without_bound(draft.graph, twins)
+    return None if draft is None else refuse_unbounded_size(draft.graph, twins)

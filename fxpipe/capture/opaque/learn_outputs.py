@@ -119,7 +119,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
                 raise
     if len(heard[0]) != len(heard[1]):
         raise _called_otherwise(*heard)
-    if more := [method for method in pieces.of.values() if _uses_more(method)]:
+    if more := [method for method in pieces.by_key.values() if _uses_more(method)]:
         for method in more:
             if all(is_used(name, method.used) for name, _, _ in slots(method.twin)):
                 method.unfit = "uses all that its module has"
@@ -142,7 +142,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
         piece.opaque.promises[:] = [*others, promise]
         piece.forms[one.key[0]] = one.result.form(promise.without, promise.joined)
         piece.draws |= one.drew or two.drew
-    return next((piece for piece in pieces.of.values() if piece.asked), None)
+    return next((piece for piece in pieces.by_key.values() if piece.asked), None)
 
 
 def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
@@ -154,7 +154,7 @@ def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
         f"{opaque} is kept whole because of this line, and forward calls it another number of times for another "
         "number of samples",
         "call it once, with all samples",
-        route="running it, to see what a submodule returns",
+        attempt_label="running it, to see what a submodule returns",
     )
 
 
@@ -179,7 +179,7 @@ def _real_call(
 
 def _note_memories(pieces: Pieces, changes: Changes, running: Twins) -> None:
     """Record for each piece the attributes that changed: of its own modules, and of all objects that are no modules."""
-    for piece in pieces.of.values():
+    for piece in pieces.by_key.values():
         own = {part for _, part in used_modules(running.twin(piece.opaque.module), piece.opaque.uses)}
         piece.opaque.remembers.update(
             name for (_, name), to in changes.items() if to.holder in own or not isinstance(to.holder, nn.Module)
@@ -216,7 +216,8 @@ def _promise(one: Heard, two: Heard, rows: int) -> Promise | None:
 
 
 def _of_own_lengths(call: Heard) -> Iterator[Place]:
-    """The places of lists that may have other items for other values. Nothing shows it where no call is cut."""
+    """Places of lists whose items may have other lengths for other values. Without a second batch size no run shows it,
+    so `Pieces.joins` decides."""
     joins = call.piece.pieces.joins
     return joinable(call.result, alike=joins is Joins.ALL) if joins is not Joins.NONE else iter(())
 
@@ -323,7 +324,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
 
         return forward
 
-    for piece in pieces.of.values():
+    for piece in pieces.by_key.values():
         twin = running.twin(piece.opaque.module)
         running.put_method(twin, listener(piece, twin), piece.opaque.method)
     return calls

@@ -42,8 +42,8 @@ MOST_ROWS = 1 << 40  # of a result of which only a run tells how many it has
 
 
 class Joins(IntEnum):
-    """Which lists of tensors that a piece returns are given to a trace as what they are one after another: all, those
-    of tensors with several lengths, or none."""
+    """Which returned lists of tensors the trace sees only as their concatenation: all, those with items of unequal
+    lengths, or none."""
 
     NONE, UNEQUAL, ALL = 0, 1, 2
 
@@ -62,9 +62,9 @@ class Piece:
     - `places`: the twin's parameters and buffers (`slots`).
     - `asked`: whether a call was traced whose results are not learnt yet.
     - `wanted`: for these calls, which tensors needed a gradient.
-    - `leaves`: whether a derivative that it takes goes back through what it is given.
-    - `writes`: whether it writes into what it is given; `varies`: whether that has other values in another run, besides
-      tensors.
+    - `leaves`: whether it differentiates with respect to a tensor upstream of its own inputs.
+    - `writes`: whether it writes into its arguments; `varies`: whether an argument that is no tensor had another value
+      in the second run.
     - `around`: whether it is kept whole in place of one inside of it, which cannot be an op.
     - `told`: whether the user was warned.
     - `frames`: the calls that led to the line that cannot be traced.
@@ -116,7 +116,7 @@ class Piece:
         """Why it cannot be kept whole."""
         path = str(self.opaque)
         odd = (
-            f"what {path} returns is no tensor, or of a shape that its arguments do not tell",
+            f"{path} returns a value that is no tensor, or one whose shape is not determined by its arguments' shapes",
             "return new tensors, of shapes that do not depend on the values of others",
         )
         writes = f"{path} writes into what it is given", "write x = x + 1 in place of x += 1"
@@ -125,14 +125,14 @@ class Piece:
             "give it tensors in place of numbers made of them, the same whatever torch.compiler.is_compiling() says",
         )
         leaves = (
-            f"{path} takes a derivative by a value from which what it is given was computed before",
+            f"{path} differentiates with respect to a tensor upstream of its own inputs",
             "take the derivative in the forward of a submodule that computes both",
         )
         unfit = (f"{path} {self.unfit}", "let it return what it computes, and forward do the rest")
         differs = self.varies or (self.asked and bool(self.opaque.promises))
         own = leaves if self.leaves else writes if self.writes else varies if differs else odd
         reason = unfit if self.unfit else own
-        return Refused(self.opaque.origin, *reason, route=f"one graph, {path} kept whole")
+        return Refused(self.opaque.origin, *reason, attempt_label=f"one graph, {path} kept whole")
 
     def stand_in(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Empty tensors like those that the call returns. Raises LookupError if these are not learnt yet."""
@@ -164,41 +164,41 @@ class Pieces:
 
     - `lists`: whether the current call has lists whose items are the samples; to look for them in each call of a piece
       took a fourth of a first step.
-    - `joins`: the lists that are joined where no call is cut. Else those are with another number of items in another
-      run.
+    - `joins`: used where calls are not cut into micro-batches; otherwise the lists are those whose number of items
+      differed between the two runs.
     """
 
     def __init__(self) -> None:
         self.lists, self.joins = False, Joins.ALL
-        self.of: dict[Key, Piece] = {}
-        self.shape: object = None  # `Twins.shape` at the last `renew`
+        self.by_key: dict[Key, Piece] = {}
+        self.structure_token: object = None  # `Twins.structure_token` at the last `renew`
         self.warmed = -1  # how many there were when forward last ran once before a capture (`first_call.py`)
         self.given_up: set[Key] = set()  # what cannot be an op: the ones around them are kept whole
 
     @property
     def whole(self) -> dict[int, Piece]:
         """The submodules that are kept whole, by the ids of their twins."""
-        return {key: piece for (key, method), piece in self.of.items() if method == "forward"}
+        return {key: piece for (key, method), piece in self.by_key.items() if method == "forward"}
 
     @property
     def how(self) -> str:
         """How a call is captured, in words."""
-        outer = (
-            one for one in self.of.values() if not any(is_inside(one.opaque.path, p.opaque) for p in self.of.values())
-        )
-        kept = ", ".join(str(piece.opaque) for piece in outer)
+        every = [piece.opaque for piece in self.by_key.values()]
+        outer = (one for one in every if not any(is_inside(one.path, other) for other in every))
+        kept = ", ".join(map(str, outer))
         return f"one graph, {kept} kept whole" if kept else "one graph"
 
     def renew(self, twins: Twins) -> bool:
         """Renew the pieces whose tensors' places changed, and drop pieces that are no longer in the model. Returns
         whether there were any. What has no code in Python is a piece from the start."""
-        if self.shape is twins.shape:
+        if self.structure_token is twins.structure_token:
             return False
-        self.shape = twins.shape
+        self.structure_token = twins.structure_token
         there = {id(module) for _, module in twins.named()}
-        stale = [key for key, p in self.of.items() if key[0] not in there or p.places != slots(p.twin, p.opaque.uses)]
+        rows = self.by_key.items()
+        stale = [key for key, p in rows if key[0] not in there or p.places != slots(p.twin, p.opaque.uses)]
         for key in stale:
-            old = self.of.pop(key)
+            old = self.by_key.pop(key)
             twins.put_method(old.twin, None, key[1])
             if key[0] in there:
                 self._put(old.opaque, old.twin, twins, old.frames, old.around)
@@ -215,10 +215,10 @@ class Pieces:
 
     def _keep_scripts(self, twins: Twins) -> None:
         """Keep each script module whole, and each one inside, which the modules around may call too."""
-        kept = [piece for piece in self.of.values() if not isinstance(piece.twin, ScriptTwin)]
+        kept = [piece for piece in self.by_key.values() if not isinstance(piece.twin, ScriptTwin)]
         for path, twin in twins.named():
             key = id(twin), "forward"
-            known = key in self.of or key in self.given_up or any(is_inside(path, piece.opaque) for piece in kept)
+            known = key in self.by_key or key in self.given_up or any(is_inside(path, piece.opaque) for piece in kept)
             if isinstance(twin, ScriptTwin) and not known:
                 self._put(Opaque(path, twin.script, reason=WHY), twin, twins)
 
@@ -233,21 +233,21 @@ class Pieces:
         """Keep this whole, without what was learnt of it before."""
         opaque = replace(opaque, promises=[], written=[], remembers=set(), writes=set(), deferred=None)
         piece = Piece(opaque, twin, may_draw(twin, opaque.uses), self, around=around, frames=frames)
-        self.of[piece.key] = piece
+        self.by_key[piece.key] = piece
         twins.put_method(twin, piece.forward, opaque.method)
         return piece
 
     def _drop(self, twin: nn.Module, twins: Twins) -> None:
         """Keep a submodule no more, nor methods of it."""
-        for key in [key for key in self.of if key[0] == id(twin)]:
-            del self.of[key]
+        for key in [key for key in self.by_key if key[0] == id(twin)]:
+            del self.by_key[key]
             twins.put_method(twin, None, key[1])
 
     def reset(self, before: dict[Key, Piece], twins: Twins) -> None:
         """Keep the pieces in `before` instead of the current ones."""
-        for piece in self.of.values():
+        for piece in self.by_key.values():
             twins.put_method(piece.twin, None, piece.opaque.method)
-        self.of = before
+        self.by_key = before
         for piece in before.values():
             twins.put_method(piece.twin, piece.forward, piece.opaque.method)
 
@@ -312,17 +312,17 @@ class Pieces:
     def _is_done(self, module: nn.Module, method: str = "forward") -> bool:
         """Whether it is kept whole, or cannot be."""
         key = id(module), method
-        return key in self.of or key in self.given_up
+        return key in self.by_key or key in self.given_up
 
     @property
     def asked(self) -> bool:
         """Whether a call of a piece was traced whose results are not learnt yet."""
-        return any(piece.asked for piece in self.of.values())
+        return any(piece.asked for piece in self.by_key.values())
 
     def tell(self) -> None:
         """Warn of each piece that is called, once; pieces of one class with one reason share a warning."""
         new: dict[tuple[type, str, str], list[Piece]] = {}
-        for piece in self.of.values():
+        for piece in self.by_key.values():
             if not piece.told and piece.opaque.promises:
                 piece.told = True
                 key = type(piece.opaque.module), piece.opaque.method, piece.opaque.because
@@ -362,8 +362,8 @@ def _has_most(module: nn.Module, twins: Twins) -> bool:
     return 2 * own >= of_all
 
 
-def without_bound(graph: Graph, twins: Twins) -> Refused | None:
-    """The refusal of the first op whose result has a size that depends on data, and of which no bound is known."""
+def refuse_unbounded_size(graph: Graph, twins: Twins) -> Refused | None:
+    """The refusal of the first op whose result has a size that depends on data and has no known bound; None if none."""
     for op in graph.ops:
         if unnamed_sizes(op.type):
             inside = [m for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]

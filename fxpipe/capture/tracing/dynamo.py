@@ -1,8 +1,8 @@
-"""The Dynamo route: torch.compile traces the model's bytecode; fxpipe takes the graph and runs it.
+"""Tracing with Dynamo: torch.compile traces the model's bytecode; fxpipe takes the graph and runs it.
 
-A route takes the function to be captured, and who captures; it returns a function to call in place of the captured one.
-For each new kind of call it passes the traced graph to `captured`. Whenever its guards recognise a call of that kind,
-it calls what that returned with the graph's flat arguments.
+`dynamo(function, owner)` returns a compiled replacement for `function`. Each time Dynamo compiles, the graph goes to
+`owner().captured(traced)`; the callable that this returns is what Dynamo runs, with the flat graph inputs, whenever the
+guards match.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from fxpipe.torch_internals.tracing.trace_context import TRACE_CONTEXT, guarded,
 
 from .effects.recorded_runs import recorded_runs
 from .input_values import NO_ASSERTIONS, Assertions, ReadValues, ValuesRead, assertions
-from .layers.leaves import Layers, Outer, modes
 from .layers.place_layers import Placed
+from .layers.separate_layers import Layers, Outer, modes
 from .rewriting.inline_checkpoints import inline_checkpoints
 from .storageless_tensors import has_no_values
 
@@ -76,8 +76,8 @@ SETTINGS: dict[str, object] = {
     "fake_tensor_cache_enabled": False,
 }
 GRADIENT_ASKED = ("setattr() on Tensor.", "Unsupported Tensor.", "intermediate with ")
-# Other ways to trace a model, with parts of the refusals that they may avoid.
-WAYS = {
+# Further modes of tracing a model, with parts of the refusals that they may avoid.
+TRACE_MODES = {
     "deep": (
         "Attempted to call function marked as skipped",
         *(f"{how}requires_grad" for how in GRADIENT_ASKED),
@@ -118,11 +118,11 @@ class Captures(Protocol):
     """Who asks for traces.
 
     - `layers`: they are traced alone.
-    - `ways`: how to trace.
+    - `trace_modes`: how to trace.
     """
 
     layers: Layers
-    ways: Ways
+    trace_modes: TraceModes
 
     def starts(self) -> None:
         """Called before a new kind of call is traced."""
@@ -157,7 +157,7 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
         boxed = tuple(isinstance(at, int) and is_boxed(placeholders[at]) for at in placed.places)
         folded, read = bool(configured.floats), configured.values.of_inputs
         configured.values = ReadValues(_no_input)  # without what it has seen of the trace
-        own().ways.traces_with_values += read is not None
+        own().trace_modes.traces_with_values += read is not None
         return own().captured(Traced(placed.module, mode, names, boxed, folded, guarded(), placed, read, asserts))
 
     for capability in (COMPILER, COMPILED_CODE, TRACE_CONTEXT, DYNAMIC_SIZES, VMAP_LEVELS, REMEMBERED_ITEMS):
@@ -180,13 +180,13 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not is_refusal(error) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
-                layers, ways = own().layers, own().ways
+                layers, trace_modes = own().layers, own().trace_modes
                 if layers.leave_out(configured.modules, str(error)):
                     continue
-                if refused is None or ways.further(str(error)):
+                if refused is None or trace_modes.further(str(error)):
                     steered = configured.values.of_inputs is not None
                     refused = refusal(error, configured.modules, sizes=configured.sizes, steered=steered)
-                if not ways.another(str(error)):
+                if not trace_modes.another(str(error)):
                     raise refused from None
                 layers.forget()
 
@@ -213,8 +213,8 @@ def _fresh(function: Callable[..., Any]) -> FunctionType:
     return FunctionType(code.replace(co_name=name), own, name)
 
 
-class Ways:
-    """Other ways of tracing that are in use, for all traces of a model's calls.
+class TraceModes:
+    """Further modes of tracing that are in use, for all traces of a model's calls.
 
     - "deep": also trace functions that Dynamo skips as Python's or torch's own; forward may set `requires_grad` of a
       tensor that it made.
@@ -231,14 +231,15 @@ class Ways:
         self.traces_with_values, self.other_values = 0, False
 
     def another(self, refusal: str) -> bool:
-        """Whether another way of tracing may avoid this refusal. If not, the next call begins with the first way."""
-        news = {way for way, signs in WAYS.items() if self.may(way) and any(sign in refusal for sign in signs)}
+        """Whether another mode of tracing may avoid this refusal. If not, the next call begins with none of them."""
+        fitting = (mode for mode, signs in TRACE_MODES.items() if any(sign in refusal for sign in signs))
+        news = {mode for mode in fitting if self.may(mode)}
         self.used = self.used | news if news else frozenset()
         return bool(news)
 
-    def may(self, way: str) -> bool:
-        """Whether the way is neither in use nor barred."""
-        return way not in self.used | self.barred
+    def may(self, mode: str) -> bool:
+        """Whether the mode is neither in use nor barred."""
+        return mode not in self.used | self.barred
 
     def give_up_values(self) -> bool:
         """Bar the reading of values if they are others in most batches. Returns whether that is new."""
@@ -261,7 +262,9 @@ class Ways:
     def further(self, refusal: str) -> bool:
         """Whether this trace got further than the refused one before: the model only raised because `is_compiling()`
         was true, or stopped where a value of an input was read."""
-        return any(way in self.used and not any(sign in refusal for sign in WAYS[way]) for way in ("plain", "values"))
+        return any(
+            mode in self.used and not any(sign in refusal for sign in TRACE_MODES[mode]) for mode in ("plain", "values")
+        )
 
 
 class _Configured:
@@ -288,19 +291,19 @@ class _Configured:
         """A context in which a new kind of call is traced. Raises Refused."""
         owner = self.owner()
         owner.starts()
-        ways = owner.ways.used
+        used = owner.trace_modes.used
         # Settings are those of the whole process, so no other thread may compile meanwhile, ours or not.
         with one_at_a_time(), ExitStack() as contexts:
             methods = (getattr(logging.Logger, name, None) for name in LOGGING)
             known = SETTINGS | {"ignore_logging_functions": {*filter(None, methods), warnings.warn}}
-            if "deep" in ways:
+            if "deep" in used:
                 known["dont_skip_tracing"] = True
             self.floats, self.effects, variables = [], [], Contexts()
-            self.values = ReadValues(self._input_of if "values" in ways else _no_input)
+            self.values = ReadValues(self._input_of if "values" in used else _no_input)
             for context in (
                 settings(known),
-                *([gradients_that_nobody_gets()] if "deep" in ways else []),
-                *([not_compiling()] if "plain" in ways else []),
+                *([gradients_that_nobody_gets()] if "deep" in used else []),
+                *([not_compiling()] if "plain" in used else []),
                 # Otherwise a dimension that happens to equal the batch size would get the same symbol.
                 one_symbol_a_size(),
                 left_to_right(),

@@ -32,7 +32,7 @@ from .effects.op_effects import SET_DATA, Step, steps
 from .layers.layer_values import Known
 from .placeholders import Builder, add_inputs, add_states, define
 from .rewriting.inline_checkpoints import CHECKPOINTED
-from .rewriting.written_inputs import WrittenInputs, why_kept, with_copies
+from .rewriting.written_inputs import WrittenInputs, why_not_writable, with_copies
 from .size_names import named_sizes
 from .symbolic_sizes import text, type_of
 
@@ -137,7 +137,7 @@ def _written(build: Builder, found: list[Step]) -> list[tuple[str, fx.Node, fx.N
             for given in build.sharing.get(address, ()):
                 writers.setdefault(given, step.node)
     named = [(paths[build.of_node[given]], given, by) for given, by in writers.items() if build.of_node[given] in paths]
-    return [one for one in named if not why_kept(build.call, one[0])]
+    return [one for one in named if not why_not_writable(build.call, one[0])]
 
 
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
@@ -256,7 +256,7 @@ def _wish(node: fx.Node, target: str | None) -> str:
 def _refuse_writes(build: Builder, names: list[str], node: fx.Node, origin: Origin) -> None:
     for item in build.inputs if names else ():
         if item.name in names:
-            why = why_kept(build.call, item.path) or "is cut into parts here"
+            why = why_not_writable(build.call, item.path) or "is cut into parts here"
             raise CaptureError(
                 f"{at(origin)}writes into the input {item.path}, which {why}; write {item.name} = {item.name} + 1 in "
                 f"place of {item.name} += 1"

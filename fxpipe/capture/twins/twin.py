@@ -82,10 +82,10 @@ class Twins:
     - `frozen_later`: whether stand-ins of tensors that no longer need a gradient still do: over ranks, only the rank
       that has a tensor knows that it was frozen since, and all ranks must capture the same.
     - `slots`: all parameters and buffers; `buffers`: those of them that are buffers.
-    - `of`: the slots by the ids of stand-ins and of real tensors (forward may reach those by a global variable).
+    - `slot_by_id`: the slots by the ids of stand-ins and real tensors (forward may reach those by a global variable).
     - `device`: that of all stand-ins, if they share one; else None.
     - `version`: counts how often tensors of the model were replaced.
-    - `shape`: an object that is replaced when modules are added or removed.
+    - `structure_token`: an object that is replaced when modules are added or removed.
     """
 
     def __init__(self, roots: Roots, stand_in: StandIn = hollow_one) -> None:
@@ -93,12 +93,12 @@ class Twins:
         self.stand_in = stand_in
         self.slots: list[Slot] = []
         self.buffers: list[Slot] = []
-        self.of: dict[int, Slot] = {}
+        self.slot_by_id: dict[int, Slot] = {}
         self.device: torch.device | None = None
         self.version = 0
         self._hooks: list[tuple[int, ...]] = []
         self._slot_changes = 0
-        self.shape: object = None
+        self.structure_token: object = None
         self.copies = Copies()
         self._beside = Copies(self.copies)  # of what is no part of the modules: of the last loss function
         self.first_devices: dict[str, torch.device] = {}
@@ -177,17 +177,17 @@ class Twins:
         """Take these modules instead."""
         if list(map(id, roots.values())) != list(map(id, self.roots.values())) or list(roots) != list(self.roots):
             self.roots = roots
-            self.shape = None
+            self.structure_token = None
 
     def sync(self) -> None:
         """Make the twins what the modules are now. Raises CaptureError for a parameter without a shape."""
-        if self.shape is not None and self._watch.still():
+        if self.structure_token is not None and self._watch.still():
             return
-        shape, self.shape = self.shape, None  # until all went well
-        changed = self._watch.changed() if shape is not None else None
+        token, self.structure_token = self.structure_token, None  # until all went well
+        changed = self._watch.changed() if token is not None else None
         if changed is None or any(id(item) in self._structure for item in changed):
             self._build()
-            shape = object()
+            token = object()
         else:
             self.copies.forget()
             for item in changed:
@@ -200,7 +200,7 @@ class Twins:
         self._hooks = list(filter(None, hooks))
         self._stand_in()
         self._watch = Watch(self.copies.originals.values(), [slot.real for slot in self.slots if slot.real is not None])
-        self.shape = shape
+        self.structure_token = token
 
     def _build(self) -> None:
         """Twins of all modules that there are now; those of modules that stay are the same as before."""
@@ -280,7 +280,7 @@ class Twins:
             if slot.real is not None and slot.real.dim() > 0 and not slot.path.startswith(beside)
         }
         self.device = devices.pop() if len(devices) == 1 else None
-        self.of = {id(x): slot for slot in self.slots for x in (slot.real, slot.twin) if x is not None}
+        self.slot_by_id = {id(x): slot for slot in self.slots for x in (slot.real, slot.twin) if x is not None}
         self.reset()
 
     # What capture changes --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture import NoOps, NumbersWanted
+from fxpipe.capture import NoOps, StaticSizesRequired
 from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
 from fxpipe.codegen.package.package_files import constants, with_mode
 from fxpipe.errors import FxpipeError
@@ -275,11 +275,11 @@ def in_evaluation(trained: Build) -> Build:
 
 
 def check_lengths(program: Program) -> None:
-    """Raise NumbersWanted if backward might be code in more stages if all sizes but the batch's were numbers."""
+    """Raise StaticSizesRequired if backward might be code in more stages if all sizes but the batch's were numbers."""
     if program.graph.loss is not None and any(size.name != BATCH for size in program.graph.sizes):
         for stage in program.stages:
             if stage.autograd_for_sizes:
-                raise NumbersWanted(stage.autograd_because)
+                raise StaticSizesRequired(stage.autograd_because)
 
 
 def owned(program: Program) -> dict[str, int]:

@@ -30,7 +30,7 @@ from .layer_values import LayerRun
 Pattern = Any  # a nest of tuples and None, with the numbers of tensors
 
 
-class NoLeaf(Exception):
+class NotSeparate(Exception):
     """Why a layer is traced with the model."""
 
 
@@ -147,8 +147,8 @@ class LayerFunction:
         return run
 
     def call(self, layer: nn.Module, args: Any, kwargs: Any, given: tuple[Tensor, ...]) -> LayerCall:
-        """Call the function. `args` and `kwargs` have stand-ins, which are `given`. Raises NoLeaf, and whatever Dynamo
-        raises."""
+        """Call the function. `args` and `kwargs` have stand-ins, which are `given`. Raises NotSeparate, and whatever
+        Dynamo raises."""
         self._seen.clear()
         self._layer = layer
         try:
@@ -160,7 +160,7 @@ class LayerFunction:
                     result = self.compiled(layer, args, kwargs)
                 known = compiled_for(self.function, (layer, args, kwargs))
             if known is None or len(self._seen) != 1:
-                raise NoLeaf("no call of it is like another")
+                raise NotSeparate("no reusable compiled code was produced")
             [(trace, taken, results)] = self._seen
         finally:
             self._layer = None
@@ -172,7 +172,7 @@ class LayerFunction:
 
 def pattern(result: Any, numbers: dict[int, int], count: int) -> Pattern:
     """What a layer returned, with the numbers of its tensors: the first `count` ones it has made, the others it was
-    given. Raises NoLeaf for what cannot be built in its place."""
+    given. Raises NotSeparate for what cannot be built in its place."""
     seen: set[int] = set()
 
     def of(value: Any) -> Pattern:
@@ -182,12 +182,12 @@ def pattern(result: Any, numbers: dict[int, int], count: int) -> Pattern:
         if type(value) is tuple:
             return tuple(map(of, value))
         if value is not None:
-            raise NoLeaf(f"it returns a {type(value).__name__} that it does not make")
+            raise NotSeparate(f"it returns a {type(value).__name__} that it does not make")
         return None
 
     found = of(result)
     if not count or not seen.issuperset(range(count)):
-        raise NoLeaf("it makes nothing, or what it does not return")
+        raise NotSeparate("the graph has no outputs, or one that forward does not return")
     return found
 
 
@@ -199,11 +199,12 @@ def filled(made_of: Pattern, items: Sequence[Any]) -> Any:
 
 
 def hollow_like(fake: Any, marked: bool = False) -> Tensor:
-    """A tensor without memory like a fake one; `marked`: its sizes that vary may do so in a trace. Raises NoLeaf."""
+    """A tensor without memory like a fake one; `marked`: its sizes that vary may do so in a trace. Raises
+    NotSeparate."""
     if type(fake) is not FakeTensor or fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
-        raise NoLeaf(f"it takes or gives a {type(fake).__name__} that is no plain tensor")
+        raise NotSeparate(f"it takes or gives a {type(fake).__name__} that is no plain tensor")
     if depends_on_data(fake):
-        raise NoLeaf("it takes or gives a size that depends on data")
+        raise NotSeparate("it takes or gives a size that depends on data")
     made = like_traced(fake)
     if made.dim() == 0:
         made.zero_()  # Dynamo remembers the item of a 0-dim tensor
@@ -228,10 +229,10 @@ def _sizes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, tuple[int, int]]
             same = (at for at in where if _expression(shapes[at[0]][at[1]]) == value.node.expr)
             found = next(same, None)
             if found is None or size_of_tensor(source_of(node)) is None:
-                raise NoLeaf("it takes a number that varies")
+                raise NotSeparate("it takes a number that varies")
             yield node, found
         elif not isinstance(value, Tensor) or getattr(node.meta.get("grapharg"), "is_tensor", True) is False:
-            raise NoLeaf("it takes a number that varies")
+            raise NotSeparate("it takes a number that varies")
 
 
 def _expression(size: Any) -> Any:
@@ -239,17 +240,17 @@ def _expression(size: Any) -> Any:
 
 
 def _check(module: fx.GraphModule) -> None:
-    """Raises NoLeaf for a graph that is not put in place: with a graph inside, an assertion, which is checked where the
-    values of inputs are known, or sizes that depend on data."""
+    """Raises NotSeparate for a graph that is not put in place: with a graph inside, an assertion, which is checked
+    where the values of inputs are known, or sizes that depend on data."""
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         plain = node.op == "call_method" or (node.op == "call_function" and not hasattr(node.target, "piece"))
         if not plain or isinstance(node.target, HigherOrderOperator):
-            raise NoLeaf("it has a graph inside, or a part that is kept whole")
+            raise NotSeparate("it has a graph inside, or a part that is kept whole")
         if is_assertion(node):
-            raise NoLeaf("it asserts something")
+            raise NotSeparate("it asserts something")
         value = node.meta.get("example_value")
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and depends_on_data(item):
-                raise NoLeaf("it has a size that depends on data")
+                raise NotSeparate("it has a size that depends on data")

@@ -1,4 +1,4 @@
-"""Puts the graph of each layer in place of its leaf, with the tensors of that layer."""
+"""Puts the graph of each layer in place of the op that stands for it, with the tensors of that layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Calls = Mapping[int, Call]
 
 
 class Stale(Exception):
-    """A layer has changed in what a trace takes for granted, or a value of an input is another one."""
+    """A layer that was traced separately has changed since, or an input value that was read while tracing differs."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Placed:
         return tuple(place.twin if isinstance(place, Slot) else flat[place] for place in self.places)
 
 
-def is_leaf(node: fx.Node) -> bool:
+def is_separate(node: fx.Node) -> bool:
     return hasattr(node.target, "fxpipe_layer")
 
 
 def place_layers(module: fx.GraphModule, calls: Calls, slots: Mapping[int, Slot], mode: FakeTensorMode) -> Placed:
-    """The trace of a model with layers in place of leaves. `slots`: of all tensors, by their ids."""
+    """The trace of a model with the graphs of layers in place of their ops. `slots`: of all tensors, by their ids."""
     nodes = list(module.graph.nodes)
-    if not any(map(is_leaf, nodes)):
+    if not any(map(is_separate, nodes)):
         count = sum(node.op == "placeholder" for node in nodes)
         return Placed(module, tuple(range(count)))
     made = _Placing(nodes, calls, slots, mode)
@@ -86,21 +86,21 @@ class _Names:
 class _Placing:
     """The graph with the layers, while it is made.
 
-    - `of`: its node for each of the trace's; `held`: its placeholders by the id of their tensor.
+    - `node_of`: its node for each of the trace's; `held`: its placeholders by the id of their tensor.
     - `sizes`: its sizes, by their expressions.
-    - `results`: what the leaf, or a part of what it makes, is in this graph.
+    - `results`: what the op of a layer, or a part of its result, is in this graph.
     """
 
     def __init__(self, nodes: list[fx.Node], calls: Calls, slots: Mapping[int, Slot], mode: FakeTensorMode) -> None:
         self.graph, self.slots, self.mode = fx.Graph(), slots, mode
-        self.of: dict[fx.Node, fx.Node] = {}
+        self.node_of: dict[fx.Node, fx.Node] = {}
         self.held: dict[int, fx.Node] = {}
         self.places: list[int | Slot] = []
         self.sizes: dict[Any, fx.Node] = {}
         self.results: dict[fx.Node, Any] = {}
         self.names = _Names()
         self.first: dict[tuple[int, int], fx.Node] = {}  # placeholders of the first layer of a kind
-        call_of = {node: _call_of(node, calls) for node in nodes if is_leaf(node)}
+        call_of = {node: _call_of(node, calls) for node in nodes if is_separate(node)}
         self.layer_of: dict[fx.Node, tuple[PlacedLayer, fx.Node]] = {}
         self.calls = [call for call, _, _ in call_of.values()]
         self._placeholders(nodes, call_of)
@@ -113,15 +113,15 @@ class _Placing:
             elif node.target is operator.getitem and _is_part(node, self.results):
                 self._part(node)
             elif node.op != "placeholder" and (size := _size(node.meta.get("example_value"))) in self.sizes:
-                self.of[node] = self.sizes[size]  # that of a layer before
+                self.node_of[node] = self.sizes[size]  # that of a layer before
                 self._skip(self.names.skipped(_first(node)) + 1, _first(node))
             elif node.op != "placeholder":
-                self.of[node] = self._made(node, self._node, node.meta, self.names)
-            if node in self.of:
-                self._note_size(self.of[node])
+                self.node_of[node] = self._made(node, self._node, node.meta, self.names)
+            if node in self.node_of:
+                self._note_size(self.node_of[node])
 
     def _node(self, node: fx.Node) -> Any:
-        return self.results[node] if node in self.results else self.of[node]
+        return self.results[node] if node in self.results else self.node_of[node]
 
     def _note_size(self, node: fx.Node) -> None:
         if (size := _size(node.meta.get("example_value"))) is not None:
@@ -143,7 +143,7 @@ class _Placing:
         for call in after.get(-1, ()):
             self._tensors(call, known)
         for place, node in enumerate(placeholders):
-            self.of[node] = made = self.graph.placeholder(node.name)
+            self.node_of[node] = made = self.graph.placeholder(node.name)
             made.meta = node.meta
             self.places.append(place)
             self.held[_held(node)] = made
@@ -207,7 +207,7 @@ class _Placing:
         self._named(mark)
 
     def _part(self, node: fx.Node) -> None:
-        """An element of what a leaf makes."""
+        """An element of what the op of a layer makes."""
         self.names.skipped(_first(node))
         self.results[node] = self.results[node.args[0]][node.args[1]]  # type: ignore[index]
         self._named(node)
@@ -260,7 +260,7 @@ def _call_of(node: fx.Node, calls: Calls) -> Call:
 
 
 def _is_part(node: fx.Node, results: Mapping[fx.Node, Any]) -> bool:
-    """Whether the node takes an element of what a leaf makes."""
+    """Whether the node takes an element of what the op of a layer makes."""
     first = node.args[0] if node.args else None
     return isinstance(first, fx.Node) and isinstance(results.get(first), tuple)
 

@@ -16,12 +16,12 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 from fxpipe.torch_internals.tracing.trace_context import say_where
 
-from .layer_trace import LayerCall, NoLeaf
+from .layer_trace import LayerCall, NotSeparate
 from .layer_values import LayerRun
 
 
 def run_layer(call: LayerCall, fakes: Sequence[Tensor]) -> LayerRun:
-    """The run of the layer's graph. `fakes`: the arguments in the model's trace. Raises NoLeaf."""
+    """The run of the layer's graph. `fakes`: the arguments in the model's trace. Raises NotSeparate."""
     trace = call.trace
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
     places = {id(tensor): place for place, tensor in enumerate(call.given)}
@@ -42,12 +42,12 @@ def run_layer(call: LayerCall, fakes: Sequence[Tensor]) -> LayerRun:
                 random |= {node} if drew else set()
     given = set(memory(fakes))
     if not given.isdisjoint(chain.from_iterable(written.values())):
-        raise NoLeaf("it writes into what it is given")
+        raise NotSeparate("it writes into what it is given")
     held = given | {key for node in nodes for key in memory(env[node])}
     for output in trace.outputs:
         [key] = memory(env[output])
         if key in held:
-            raise NoLeaf("it returns a part of what it is given, or of what it returns besides")
+            raise NotSeparate("it returns a part of what it is given, or of what it returns besides")
         held.add(key)
     return LayerRun(env, written, frozenset(random))
 
@@ -77,16 +77,16 @@ def _ask(trace: Any, values: Sequence[Any], nodes: Sequence[fx.Node], mode: Fake
                     of.setdefault(inner.node.expr, size)
     for guard in asked:
         if not of.keys() >= guard.expr.free_symbols:
-            raise NoLeaf("it asks for a size that is none of its arguments'")
+            raise NotSeparate("it asks for a size that is none of its arguments'")
         sizes = {s: of[s].node.expr if isinstance(of[s], torch.SymInt) else of[s] for s in guard.expr.free_symbols}
         expression = guard.expr.xreplace(sizes)
         if expression.is_Boolean and not expression.free_symbols:
             if not expression:
-                raise NoLeaf("what it asks of sizes is not so in the model")
+                raise NotSeparate("a guard on a size in the layer does not hold in the model")
             continue
         count = len(env.guards)
         if not holds(env, expression):
-            raise NoLeaf("what it asks of sizes is not so in the model")
+            raise NotSeparate("a guard on a size in the layer does not hold in the model")
         if len(env.guards) > count:  # with the line of the layer that asks
             env.guards[-1] = env.guards[-1]._replace(sloc=guard.sloc)
 

@@ -30,38 +30,38 @@ class WrittenInputs:
 
     paths: tuple[str, ...] = ()
 
-    def without(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The outputs that Dynamo knows."""
+    def original_outputs(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The outputs of the trace as Dynamo made it, without the final values of the written arguments."""
         return outputs[: len(outputs) - len(self.paths)]
 
-    def of(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The other ones."""
+    def final_values(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The final values of the written arguments, which are the last outputs."""
         return outputs[len(outputs) - len(self.paths) :]
 
-    def kept(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def with_clones(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs of a graph, with copies of those that the call changes while autograd may still need them."""
         if not self.paths or not torch.is_grad_enabled():
             return inputs
         paths = (item.path for item in graph.inputs if item.path)
         return tuple(x.clone() if path in self.paths else x for path, x in zip(paths, inputs, strict=True))
 
-    def copied(self, outputs: tuple[Any, ...], names: tuple[str, ...], call: Call) -> tuple[Any, ...]:
-        """The outputs that Dynamo knows, after the others were copied into the user's tensors, which are among the
-        outputs then. `names`: of the values of all outputs."""
+    def copy_back(self, outputs: tuple[Any, ...], names: tuple[str, ...], call: Call) -> tuple[Any, ...]:
+        """Copy the final values into the user's tensors; returns the other outputs, in which these tensors stand for
+        the values copied into them. `names`: of the values of all outputs."""
         if not self.paths:
             return outputs
         reals, given = {leaf.path: leaf.real for leaf in call.leaves.values()}, {}
-        for path, name, value in zip(self.paths, self.of(names), self.of(outputs), strict=True):
+        for path, name, value in zip(self.paths, self.final_values(names), self.final_values(outputs), strict=True):
             if not reals[path].is_meta:  # else another rank has it
                 reals[path].copy_(value)
                 given[name] = reals[path]
-        return self.without(tuple(given.get(name, value) for name, value in zip(names, outputs, strict=True)))
+        return self.original_outputs(tuple(given.get(name, value) for name, value in zip(names, outputs, strict=True)))
 
 
 NO_WRITES = WrittenInputs()
 
 
-def why_kept(call: Call, path: str) -> str:
+def why_not_writable(call: Call, path: str) -> str:
     """Why an argument cannot be written, in words; "" if it can."""
     reals = {leaf.path: leaf.real for leaf in call.leaves.values()}
     real = reals[path]

@@ -496,7 +496,7 @@ def test_a_change_of_all_layers_is_no_loss() -> None:
 def test_nothing_keeps_the_model() -> None:
     capture = CallCapture(Net())
     capture.capture((X,), {})
-    assert capture.layers.of
+    assert capture.layers.by_twin
     roots = capture.model, capture.twins.root
     gone: list[Any] = [weakref.ref(part) for root in roots for part in (*root.modules(), *root.parameters())]
     del roots

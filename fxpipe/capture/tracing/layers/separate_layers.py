@@ -1,10 +1,10 @@
-"""The layers of a model that are leaves of its trace.
+"""The repeated layers of a model that are traced separately, equal ones once.
 
     x = self.h[0](x)       one op in the trace of the model, `layer`; meanwhile the layer is traced alone
     x = self.h[1](x)       one op; what was traced for the first layer is right for this one too, as its guards say
 
 What the op makes is known from the layer's graph, which `place_layers.py` puts in its place afterwards. What cannot be
-traced alone is traced with the model (`NoLeaf`): the model's trace begins again without this leaf.
+traced alone is traced with the model (`NotSeparate`): the model's trace begins again, with this layer in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxpipe.torch_internals.tracing.python_effects import PythonEffects, changed
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode, own_kernels
 from fxpipe.torch_internals.tracing.trace_context import translator
 
-from .layer_trace import LayerCall, LayerFunction, LayerTrace, NoLeaf, filled, hollow_like
+from .layer_trace import LayerCall, LayerFunction, LayerTrace, NotSeparate, filled, hollow_like
 from .layer_values import LayerRun
 from .place_layers import Placed, place_layers
 from .repeated import repeated
@@ -52,30 +52,33 @@ class Outer:
 
 
 @dataclass(eq=False)
-class Leaf:
-    """A layer, the function that stands for its forward, and the op that this calls."""
+class SeparateLayer:
+    """A repeated layer that is traced separately: its twin, and the function that replaces the twin's forward and adds
+    one op to the model's trace."""
 
     twin: nn.Module
     forward: Callable[..., Any]
 
 
 class Layers:
-    """The leaves among the twins of a model.
+    """The layers of a model that are traced separately.
 
-    - `on`: whether there are any.
-    - `of`: by the id of the twin.
-    - `left_out`: the ids of those that cannot be leaves, and classes of which two cannot.
+    - `enabled`: False after `give_up`: all layers are traced with the model from then on.
+    - `suspended`: True until `forget`: all layers are traced with the model, to see whether one of them was the cause
+      of a refusal, or because the model sets a mode of torch's around one.
+    - `by_twin`: these layers, by the ids of their twins.
+    - `left_out`: the ids of twins that cannot be traced separately, and classes of which two cannot.
     - `calls`: what the ops of the current trace stand for, by the id of the first tensor that they make: the call, the
       run of the layer's graph, and all tensors that they make.
     """
 
     def __init__(self) -> None:
-        self.on, self.off = True, False
-        self.of: dict[int, Leaf] = {}
+        self.enabled, self.suspended = True, False
+        self.by_twin: dict[int, SeparateLayer] = {}
         self.left_out: set[Any] = set()
         self.calls: dict[int, tuple[LayerCall, LayerRun, list[Tensor]]] = {}
-        self.refused: tuple[Leaf, str] | None = None
-        self._gone: list[Leaf] = []
+        self.refused: tuple[SeparateLayer, str] | None = None
+        self._gone: list[SeparateLayer] = []
         self._functions: dict[type, LayerFunction] = {}
         self._outer: Outer | None = None
         self._twins: Twins | None = None
@@ -85,45 +88,45 @@ class Layers:
         """Forget what was traced."""
         self._functions.clear()
         self.calls.clear()
-        self.off, self._state = False, ()
+        self.suspended, self._state = False, ()
 
     def give_up(self) -> None:
         """Trace all layers with the model from now on."""
-        self.on, self._state = False, ()
+        self.enabled, self._state = False, ()
         if self._twins is not None:
             self.renew(self._twins)
 
     def renew(self, twins: Twins) -> None:
-        """Make leaves of the repeated layers that the twins have now."""
+        """Trace separately the repeated layers that the twins have now."""
         self._twins = twins
         global_hooks = any(GLOBAL_HOOKS)
-        state = twins.latest_change, self.on, self.off, len(self.left_out), global_hooks
+        state = twins.latest_change, self.enabled, self.suspended, len(self.left_out), global_hooks
         if self._state and all(a is b or a == b for a, b in zip(state, self._state, strict=True)):
             return
         self._state = state
         found: list[nn.Module] = []
-        if self.on and not (self.off or global_hooks):
+        if self.enabled and not (self.suspended or global_hooks):
             found = [module for module in repeated([module for _, module in twins.named()]) if self._may_be(module)]
         there = {id(module) for module in found}
-        for key, leaf in list(self.of.items()):
+        for key, separate in list(self.by_twin.items()):
             if key not in there:
-                del self.of[key]
-                if vars(leaf.twin).get("forward") is leaf.forward:
-                    twins.put_method(leaf.twin, None)
+                del self.by_twin[key]
+                if vars(separate.twin).get("forward") is separate.forward:
+                    twins.put_method(separate.twin, None)
         for module in found:
-            if id(module) not in self.of:
-                self.of[id(module)] = leaf = self._leaf(module)
-                twins.put_method(module, leaf.forward)
+            if id(module) not in self.by_twin:
+                self.by_twin[id(module)] = separate = self._separate(module)
+                twins.put_method(module, separate.forward)
 
     def _may_be(self, module: nn.Module) -> bool:
-        leaf = self.of.get(id(module))
+        separate = self.by_twin.get(id(module))
         assert self._twins is not None
         own = vars(module).get("forward")
-        free = own is None or (leaf is not None and own is leaf.forward)
+        free = own is None or (separate is not None and own is separate.forward)
         free = free and "forward" not in vars(self._twins.original(module))
         return free and id(module) not in self.left_out and type(module) not in self.left_out
 
-    def _leaf(self, twin: nn.Module) -> Leaf:
+    def _separate(self, twin: nn.Module) -> SeparateLayer:
         own, layer_of = weakref.ref(self), weakref.ref(twin)
 
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +134,7 @@ class Layers:
             assert module is not None
             if layers is None or layers._outer is None:
                 return type(module).forward(module, *args, **kwargs)
-            return layers._made(layers.of[id(module)], args, kwargs)
+            return layers._made(layers.by_twin[id(module)], args, kwargs)
 
         op = torch.compiler.allow_in_graph(layer)  # type: ignore[no-untyped-call]
         layer.fxpipe_layer = True  # type: ignore[attr-defined]
@@ -142,26 +145,26 @@ class Layers:
         # By its code Dynamo tells one layer from another, whatever list it takes it from.
         code = forward.__code__.replace(co_name=f"forward_{next(numbers)}")
         own_forward = FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
-        return Leaf(twin, own_forward)
+        return SeparateLayer(twin, own_forward)
 
     def leave_out(self, modules: tuple[int, ...] | None, why: str) -> bool:
         """After a refusal in these modules: trace the layer that is the cause with the model, or all. Returns whether
         there is another trace."""
         refused, self.refused = self.refused, None
-        if refused is None and modules and modules[-1] in self.of:
-            refused = self.of[modules[-1]], why.split("\n", 1)[0]
+        if refused is None and modules and modules[-1] in self.by_twin:
+            refused = self.by_twin[modules[-1]], why.split("\n", 1)[0]
         if refused is None:
-            if not self.of:
+            if not self.by_twin:
                 return False
-            self.off = True
+            self.suspended = True
             log.debug("all layers are traced with the model, to see whether it is one that cannot be: %s", why)
         else:
-            leaf, reason = refused
+            separate, reason = refused
             assert self._twins is not None
-            kind, path = type(leaf.twin), self._path(leaf.twin)
+            kind, path = type(separate.twin), self._path(separate.twin)
             again = any(id(other.twin) in self.left_out and type(other.twin) is kind for other in self._gone)
-            self.left_out.add(kind if again else id(leaf.twin))
-            self._gone.append(leaf)
+            self.left_out.add(kind if again else id(separate.twin))
+            self._gone.append(separate)
             log.debug("%s (%s) is traced with the model: %s", path, kind.__name__, reason)
         assert self._twins is not None
         self.renew(self._twins)
@@ -187,38 +190,39 @@ class Layers:
     def placed(self, module: fx.GraphModule, mode: FakeTensorMode) -> Placed:
         """The trace of the model, with its layers."""
         assert self._twins is not None
-        return place_layers(module, self.calls, self._twins.of, mode)
+        return place_layers(module, self.calls, self._twins.slot_by_id, mode)
 
-    def _made(self, leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the op of a leaf makes of fake tensors."""
+    def _made(self, separate: SeparateLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the op of a layer makes of fake tensors."""
         try:
-            return self._known(leaf, args, kwargs)
+            return self._known(separate, args, kwargs)
         except Exception as error:
-            self.refused = leaf, f"{error}" if isinstance(error, NoLeaf) else f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, NotSeparate) else f"{type(error).__name__}: {error}"
+            self.refused = separate, why
             raise RuntimeError("a layer is traced with the model") from None
 
-    def _known(self, leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _known(self, separate: SeparateLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = self._outer
         assert outer is not None
         assert self._twins is not None
         tx = translator()
         if modes() != outer.modes or tx.symbolic_torch_function_state.mode_stack:
-            self.off = True
-            raise NoLeaf("the model sets a mode of torch's around it")
+            self.suspended = True
+            raise NotSeparate("the model sets a mode of torch's around it")
         changes, variables = changed(tx.output.side_effects), outer.contexts.set_in(tx.output)
         fakes: list[Any] = list({id(fake): fake for fake in tensors_in((args, kwargs))}.values())
         if not fakes:
-            raise NoLeaf("it is given no tensor")
+            raise NotSeparate("it is given no tensor")
         with self._alone(outer), without_modes(), own_kernels():
             hollows = {id(fake): hollow_like(fake, marked=True) for fake in fakes}
             given = tuple(hollows.values())
             hollow_args, hollow_kwargs = (_in_place(value, hollows) for value in (args, kwargs))
-            call = self._function(type(leaf.twin)).call(leaf.twin, hollow_args, hollow_kwargs, given)
+            call = self._function(type(separate.twin)).call(separate.twin, hollow_args, hollow_kwargs, given)
         trace = call.trace
-        if changes and not (trace.objects | leads_to(leaf.twin)).isdisjoint(changes):
-            raise NoLeaf("it reads what the model has changed before")
+        if changes and not (trace.objects | leads_to(separate.twin)).isdisjoint(changes):
+            raise NotSeparate("it reads what the model has changed before")
         if not trace.variables.isdisjoint(variables):
-            raise NoLeaf("it reads a context variable that the model has set")
+            raise NotSeparate("it reads a context variable that the model has set")
         self._check(call, outer)
         key = tuple(map(_kind, fakes)), torch.is_grad_enabled()
         known = trace.known_in(fakes[0].fake_mode)
@@ -253,20 +257,21 @@ class Layers:
         assert outer is not None
         effects = outer.effects.pop() if outer.effects else PythonEffects()
         if not effects.none:
-            raise NoLeaf("it changes more than tensors")
+            raise NotSeparate("it changes more than tensors")
         trace.objects, trace.variables = effects.reached, frozenset(outer.contexts.values)
         if outer.contexts.left:
-            raise NoLeaf("it sets a context variable")
+            raise NotSeparate("it sets a context variable")
         trace.floats = tuple(outer.floats)
 
     def _check(self, call: LayerCall, outer: Outer) -> None:
-        """What the trace of a layer says of that of the model, and of this layer. Raises NoLeaf."""
+        """Raise NotSeparate unless this layer may use the trace: it must not reach the user's modules past their twins,
+        nor take tensors other than the model's and its arguments. Floats of numpy's are noted for the model's trace."""
         trace, twins = call.trace, self._twins
         assert twins is not None
         if twins.reached(trace.reached()):
-            raise NoLeaf("it reaches modules by other ways than the model")
-        if any(isinstance(x, Tensor) and not (id(x) in twins.of or _is_one(x, call.given)) for x in call.taken):
-            raise NoLeaf("it reads a tensor that is no parameter or buffer")
+            raise NotSeparate("it reaches modules by other ways than the model")
+        if any(isinstance(x, Tensor) and not (id(x) in twins.slot_by_id or _is_one(x, call.given)) for x in call.taken):
+            raise NotSeparate("it reads a tensor that is no parameter or buffer")
         outer.floats.extend(trace.floats)
 
 
@@ -299,7 +304,7 @@ def _is_one(tensor: Tensor, of: tuple[Tensor, ...]) -> bool:
 
 
 def _in_place(value: Any, hollows: dict[int, Tensor]) -> Any:
-    """An argument with stand-ins in place of its tensors. Raises NoLeaf."""
+    """An argument with stand-ins in place of its tensors. Raises NotSeparate."""
     if isinstance(value, Tensor):
         return hollows[id(value)]
     if type(value) is tuple:
@@ -310,7 +315,7 @@ def _in_place(value: Any, hollows: dict[int, Tensor]) -> Any:
         return {key: _in_place(item, hollows) for key, item in value.items()}
     if value is None or type(value) in (bool, int, float, str, torch.dtype, torch.device):
         return value
-    raise NoLeaf(f"it is given a {type(value).__name__}")
+    raise NotSeparate(f"it is given a {type(value).__name__}")
 
 
 def _kind(fake: Any) -> Any:
