@@ -109,7 +109,7 @@ PART = {
         kept=True,
     ),
     "set": Case(
-        ("Net is kept whole", "what part returns is no tensor", "return new tensors"),
+        ("Net is kept whole", "part returns a value that is no tensor", "return new tensors"),
         Step(partial(Net, returns_a_set, lambda self, h: self.last(self.part(h).pop()))),
         Step(partial(Net, looks)),
         kept=True,
@@ -145,7 +145,7 @@ PART = {
         kept=True,
     ),
     "derivative": Case(
-        ("Slopes is kept whole", "a value from which what it is given was computed", "a submodule that computes both"),
+        ("Slopes is kept whole", "with respect to a tensor upstream of its own", "a submodule that computes both"),
         Step(Slopes),
         Step(partial(Net, slope_in_the_part)),
         kept=True,
