@@ -16,6 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Op, Ref
-from fxpipe.ir.graph.value_types import BATCH, Dim, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.value_types import BATCH, Dim, ScalarType, TensorType, TupleType, ValueType, tensors
 from fxpipe.ir.unique_names import Names
 
 from .batch_size_checks import baking_line
@@ -126,8 +127,12 @@ def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any,
         or [op.target for op in ops] != [op.target for op in others]
         or _structure(results[0]) != _structure(results[1])
     ):
+        counts = Counter(str(op.origin) for op in ops if any(tensors(op.type)))
+        counts.subtract(str(op.origin) for op in others if any(tensors(op.type)))
+        at_lines = (op for op in (*others, *ops) if counts[str(op.origin)])
         pairs = zip(ops, others, strict=False)
-        raise _differs(next((two for one, two in pairs if one.target != two.target), others[-1] if others else None))
+        swapped = (two for one, two in pairs if one.target != two.target)
+        raise _differs(next(chain(at_lines, swapped, others[-1:]), None))
     merged = _Ops(rows, Names(draft.graph.types))
     for op, like in zip(ops, others, strict=True):
         merged.add(op, like)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -356,8 +357,8 @@ def _copy(slot: Slot, real: Tensor) -> Tensor:
     dense = real.layout is torch.strided and not real.is_meta
     if dense and real.numel() and not real.untyped_storage().nbytes():
         copy = torch.zeros(real.shape, dtype=real.dtype, device=slot.device)
-        if real.is_floating_point() and slot.kind == "parameter":
-            copy.normal_(0, 0.02)
+        if real.is_floating_point() and slot.kind == "parameter":  # the same in each run, and on each rank
+            copy.normal_(0, 0.02, generator=torch.Generator(slot.device).manual_seed(crc32(slot.path.encode())))
         elif real.is_floating_point():
             copy.fill_(1)
     else:

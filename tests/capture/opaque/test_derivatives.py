@@ -251,7 +251,7 @@ def test_a_loss_that_is_derived_by_the_models_input_is_refused_with_its_line() -
             return self.net(x), x
 
     pipe = fxpipe.compile(WithInput().double(), 2, 2)
-    with pytest.raises(CaptureError, match=r"test_derivatives.py:\d+(?s:.*)loss_fn differentiates with respect to a"):
+    with pytest.raises(CaptureError, match=r"test_derivatives.py:\d+(?s:.*)loss_fn differentiates with respect"):
         pipe.step(X.clone().requires_grad_(), loss_fn=slope)
     pipe.close()
 
