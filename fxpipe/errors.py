@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -44,6 +45,20 @@ class BatchStatisticsWarning(UserWarning):
 
 class UnfinishedSearchWarning(UserWarning):
     """DAPPLE's search for a plan did not end within `time_limit`: the plan is the best that it had found by then."""
+
+
+OURS = {"fxpipe", "passes", "codegen", "torch", "contextlib"}  # not the user's modules
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the user's line that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        if frame.f_back is None:  # a worker thread
+            level = 2
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 class CompileError(FxpipeError):

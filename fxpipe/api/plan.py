@@ -5,14 +5,13 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Never
 
 from torch import nn
 
-from fxpipe.errors import PlanError, UnfinishedSearchWarning
+from fxpipe.errors import PlanError, UnfinishedSearchWarning, warn
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_kinds import other_kinds
 from fxpipe.ir.graph.graph import op_name
@@ -265,11 +264,10 @@ def _searched(planner: str, request: Request, schedule: str | None, stages_per_d
     with timed("planning"):
         answer = find_plan(planner, request, schedule, stages_per_device)
     if answer.unfinished:
-        warnings.warn(
+        warn(
             f"DAPPLE's search did not end in {show_seconds(request.seconds)}, so this is the best plan that it found "
             "by then: give a larger time_limit, or planner='optimal'",
             UnfinishedSearchWarning,
-            stacklevel=2,
         )
     return answer
 

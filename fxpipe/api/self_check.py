@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, warn
 from fxpipe.runtime.random import fork_rng
 from fxpipe.torch_internals.capability import HIGHEST, TESTED
 
@@ -59,10 +58,9 @@ def check_once(compile: Compile) -> None:
         file.touch()
     except OSError:  # the next process asks again
         pass
-    warnings.warn(
+    warn(
         f"PyTorch {torch.__version__} has not been tested with fxpipe ({TESTED} have); a small model is right in "
-        f"{len(WAYS)} ways, and pipe.verify says whether yours is",
-        stacklevel=3,
+        f"{len(WAYS)} ways, and pipe.verify says whether yours is"
     )
 
 

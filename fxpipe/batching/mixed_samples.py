@@ -9,10 +9,9 @@ which differs from the result for the whole batch. A warning says so once, unles
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from fxpipe.errors import CaptureError, MixedSamplesWarning
+from fxpipe.errors import CaptureError, MixedSamplesWarning, warn
 from fxpipe.ir.graph.graph import Graph, Mixed, Output
 from fxpipe.ir.graph.value_types import BATCH, TensorType, dim_names, dim_size
 
@@ -59,7 +58,7 @@ def tell(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]],
     new = [mixed for mixed in graph.mixed if not mixed.meant and mixed not in told]
     rows = sizes(batch) if batch is not None else ()
     if new and batch is not None and len(rows) > 1:
-        warnings.warn("\n\n".join(text(graph, mixed, batch, rows) for mixed in new), MixedSamplesWarning, stacklevel=2)
+        warn("\n\n".join(text(graph, mixed, batch, rows) for mixed in new), MixedSamplesWarning)
         told.update(new)
 
 

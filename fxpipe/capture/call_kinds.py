@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.rewriting.written_inputs import NO_WRITES, WrittenInputs
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
+from fxpipe.errors import warn
 from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Call, RequestedCall
@@ -87,7 +87,7 @@ class CallKind:
                 if line is None or re.search(INSTALLED, line.file):
                     log.info(text)
                 else:
-                    warnings.warn(f"{text}; check what the model returns instead", stacklevel=2)
+                    warn(f"{text}; check what the model returns instead")
 
     @property
     def set_to(self) -> tuple[Any, ...]:

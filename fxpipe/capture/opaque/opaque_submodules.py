@@ -10,7 +10,6 @@ Dynamo must know the results of the op to trace on: they are learnt by running t
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -27,6 +26,7 @@ from fxpipe.capture.capture_errors import HOOKED, Refused
 from fxpipe.capture.twins.script_twin import WHY, ScriptTwin
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.capture.twins.untraced_lists import for_ops
+from fxpipe.errors import warn
 from fxpipe.ir.graph.graph import Graph, map_leaves
 from fxpipe.ir.graph.module_parts import is_used, slots, used_modules
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, wanting
@@ -328,7 +328,7 @@ class Pieces:
                 key = type(piece.opaque.module), piece.opaque.method, piece.opaque.because
                 new.setdefault(key, []).append(piece)
         for alike in new.values():
-            warnings.warn(_told(alike[0], len(alike) - 1), stacklevel=2)
+            warn(_told(alike[0], len(alike) - 1))
 
 
 def _told(piece: Piece, others: int) -> str:

@@ -10,7 +10,6 @@ counter, the vectors of `spectral_norm`, or averages of codes, is written by eac
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import BatchStatisticsWarning
+from fxpipe.errors import BatchStatisticsWarning, warn
 from fxpipe.ir.graph.graph import Graph, Origin, Ref
 from fxpipe.ir.graph.module_parts import used_modules
 from fxpipe.ir.graph.opaque_call import Opaque, opaques
@@ -87,7 +86,7 @@ def _is_batch_norm(module: nn.Module) -> bool:
 def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:
     """Warn about norms that use the statistics of micro-batches of `rows` samples, from a batch of `batch` samples."""
     few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
-    warnings.warn(
+    warn(
         f"BatchNorm uses the statistics of micro-batches in {_names(norms)}: the mean and variance of {few} samples, "
         f"not those of the batch of {batch}. Outputs, loss and gradients are those of the plain model on each "
         f"micro-batch by itself, and running statistics are updated {len(rows)} times for the batch.\n"
@@ -96,19 +95,17 @@ def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:
         "other samples, as GroupNorm.\n"
         "If this is meant, write deferred_batch_norm=False.",
         BatchStatisticsWarning,
-        stacklevel=2,
     )
 
 
 def tell_written(paths: Sequence[str], times: int) -> None:
     """Warn about buffers that forward writes, so many times for a batch."""
-    warnings.warn(
+    warn(
         f"forward writes into {_names(paths)}: each micro-batch does so in turn, {times} times for the batch, and what "
         "forward reads there is what the micro-batches before have left. So outputs, gradients and these buffers may "
         "be others than those of the plain model, which writes once. For one write to a batch, write chunks=1, or "
         "write into them outside of forward, after the step. If this is meant, filter this warning.",
         BatchStatisticsWarning,
-        stacklevel=2,
     )
 
 

@@ -6,7 +6,6 @@ Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─sim
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from fxpipe.codegen.package.package_files import package
 from fxpipe.codegen.scheduler.forward_scheduler import emit_scheduler
 from fxpipe.codegen.scheduler.step_scheduler import emit_steps
 from fxpipe.codegen.stage.stage_note import note
-from fxpipe.errors import MixedSamplesWarning, PlanError
+from fxpipe.errors import MixedSamplesWarning, PlanError, warn
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -305,12 +304,11 @@ def _tell_of_slices(program: Program) -> None:
     for stage in program.stages:
         kept = next((op.target for op in stage.ops if isinstance(op.target, Opaque)), None)
         if stage.replicas and kept is not None:
-            warnings.warn(
+            warn(
                 f"{kept} is kept whole, {kept.because}, and each replica of stage {stage.index} calls it with a slice "
                 "of the micro-batch: if it looks at several samples at once (an if over the batch, a norm), results "
                 "differ from those without replicas; then leave out the replicas of this stage",
                 MixedSamplesWarning,
-                stacklevel=2,
             )
 
 

@@ -8,10 +8,10 @@ recomputed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxpipe.errors import warn
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, with_modes
@@ -110,10 +110,9 @@ def tell_of_checkpoints(plan: Plan, graph: Graph) -> bool:
     if graph.checkpointed is None or not kept:
         return False
     which = "its stages keep all" if len(kept) == len(plan.stages) else f"stages {', '.join(kept)} keep all"
-    warnings.warn(
+    warn(
         f"{graph.checkpointed or graph.model}\nthe model asks for checkpoints of activations here. checkpoint= of the "
         f'pipe decides that in its place, and {which} that backward needs: write checkpoint="always" to recompute '
-        'each stage from what it takes, "except_last" for all but the last micro-batch, or give memory_limit=',
-        stacklevel=2,
+        'each stage from what it takes, "except_last" for all but the last micro-batch, or give memory_limit='
     )
     return True

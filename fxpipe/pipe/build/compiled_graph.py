@@ -14,7 +14,6 @@ and results are returned on the device that torch.compile expects.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +29,7 @@ from fxpipe.capture.tracing.lifted_graph import CapturedGraph, capture_lifted, l
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.codegen.package.load_package import bind
 from fxpipe.codegen.package.package_files import constants
-from fxpipe.errors import CaptureError, InputError
+from fxpipe.errors import CaptureError, InputError, warn
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.pipe.fork_lock import Lock
 from fxpipe.pipe.options.compile_options import Options
@@ -209,4 +208,4 @@ class Compiled:
 
     def _warn(self, way: Way) -> None:
         how = "runs in one micro-batch" if way.live is not None else "runs as it is, not as a pipeline"
-        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}", stacklevel=6)
+        warn(f"graph {self.number} of torch.compile {how}: {way.why}")

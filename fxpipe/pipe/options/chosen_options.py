@@ -10,7 +10,7 @@ from fxpipe.ir.program.kept_bytes import KeptBytes
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.schedules.make_schedule import AUTO, IN_TURN, WARM
 
-from .compile_options import Options
+from .compile_options import Options, not_used
 
 
 def chosen_lines(
@@ -35,7 +35,12 @@ def chosen_lines(
         "warmup": _warmup(options, graph, schedule),
         "checkpoint": _checkpoint(options, plan, memory, kept),
     }
-    return tuple(f'{name}="auto" chose {what}' for name, what in found.items() if what)
+    chosen = [f'{name}="auto" chose {what}' for name, what in found.items() if what]
+    if options.plan is None and options.place is None:
+        used = [device for stage in plan.stages for device in stage.devices]
+        unused = not_used(options, set(used)) if len(options.devices) > 1 else ""
+        chosen += [f"not used, as the model cannot be cut into more stages: {unused}"] * bool(unused)
+    return tuple(chosen)
 
 
 def reduce_lines(options: Options, graph: Graph) -> tuple[str, ...]:
@@ -52,7 +57,11 @@ def _reduce(options: Options, graph: Graph) -> str:
     ]
     if options.reduce != AUTO or options.chunks == 1 or not found:
         return ""
-    return f"{', '.join(found)}: read from {'its' if len(found) == 1 else 'their'} ops"
+    text = f"{', '.join(found)}: read from {'its' if len(found) == 1 else 'their'} ops"
+    if graph.totals is not None:
+        names = ", ".join(output.value for output in graph.totals.outputs)
+        text += f", in which each micro-batch divides by {names}, of the whole batch"
+    return text
 
 
 def _schedule(options: Options, graph: Graph, schedule: Schedule, tried: int) -> str:

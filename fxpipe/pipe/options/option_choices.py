@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
-from fxpipe.errors import PlanError
+from fxpipe.errors import PlanError, warn
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import Opaque, opaques
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.planning.stages.plan_stages import inner_cuts
 from fxpipe.schedules.make_schedule import AUTO
 
-from .compile_options import Options, candidates
+from .compile_options import Options, candidates, every_device, not_used
 
 SMALLER = "move these lines into the forward of a smaller submodule, and the rest is cut"
 
@@ -46,13 +45,15 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
             f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
             "these lines into the forward of a submodule"
         )
-    if whole.called and len(options.devices) > 1:  # for the model itself, capture has warned already
-        warnings.warn(
-            f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut "
-            f"leaves anything beside it; {SMALLER}",
-            stacklevel=2,
-        )
     first = options.devices[0]
+    unused = not_used(options, [first])
+    if unused and whole.called:
+        warn(
+            f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut leaves anything beside it; "
+            f"{SMALLER}; not used: {unused}"
+        )
+    elif unused:  # capture has said why it is kept whole
+        warn(f"not used, as {whole} is kept whole, in one stage: {unused}")
     mode = options.checkpoint
     if not isinstance(mode, str):
         mode = "except_last" if mode else "never"
@@ -75,7 +76,10 @@ def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
     if not kept or most >= len(options.devices):
         return options
     why = "; ".join(f"{opaque} is kept whole, {opaque.because}" for opaque in kept)
-    warnings.warn(f"{most} of {len(options.devices)} devices have a stage: {why}; {SMALLER}", stacklevel=2)
     devices = options.devices[:most]
+    warn(
+        f"{most} of {len(options.devices)} devices have a stage: {why}; {SMALLER}; not used: "
+        f"{not_used(options, every_device(replace(options, devices=devices)))}"
+    )
     replicas = {device: others for device, others in options.replicas.items() if device in devices}
     return replace(options, devices=devices, replicas=replicas)

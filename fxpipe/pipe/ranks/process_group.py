@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Communicators, backends, each_way
 from fxpipe.engines.transports.same_machine import SPIN, neighbours
 from fxpipe.engines.transports.tcp_peer import connect
-from fxpipe.errors import PlanError, RankError
+from fxpipe.errors import PlanError, RankError, warn
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.runtime.interrupts import Interrupts, ignore
 from fxpipe.torch_internals.process_groups import default_store, is_registered, named_group
@@ -45,11 +44,10 @@ def find_world(
     if dist.get_rank(group) < 0:
         raise PlanError(f"rank {dist.get_rank()} is not in the group that is to run the pipe")
     if dist.get_rank() == 0 and store_may_be_stale():
-        warnings.warn(
+        warn(
             "if torchrun starts this script again, as --max-restarts allows, init_process_group may fail or hang: the "
             "store of torchrun still has the addresses of ranks that are gone. Write "
-            f"init_process_group(..., init_method={ADDRESS!r}), or leave it out: fxpipe.compile calls it",
-            stacklevel=3,
+            f"init_process_group(..., init_method={ADDRESS!r}), or leave it out: fxpipe.compile calls it"
         )
     wanted = len(devices.labels) if isinstance(devices, Cluster) else devices
     if wanted is not None and wanted != size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import closing
 from typing import Any
 
@@ -86,3 +87,64 @@ def test_a_plan_has_decided() -> None:
 def test_a_strategy_is_of_no_stages() -> None:
     found = fxpipe.search(net(), fxpipe.Cluster.of(["cpu:0", "cpu:1"]), example_inputs=X, budget=0.1)
     assert chosen(devices=None, chunks=2, plan=found) == [REDUCE]
+
+
+def words(y: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(y, target, ignore_index=1)
+
+
+def test_a_mean_over_what_is_counted_in_the_whole_batch_is_said() -> None:
+    with closing(fxpipe.compile(net(), 2, 4)) as pipe:
+        pipe.step(X, target=torch.arange(16) % 8, loss_fn=words)
+        (line,) = [line for line in pipe.explain().splitlines() if line.startswith("reduce=")]
+    assert line == (
+        'reduce="auto" chose sum for loss: read from its ops, in which each micro-batch divides by labels_counted, of '
+        "the whole batch"
+    )
+
+
+class Whole(nn.Module):
+    """Kept whole, because of a branch; the layer behind it too if it is `all`."""
+
+    def __init__(self, all: bool) -> None:
+        super().__init__()
+        self.all, self.first, self.last = all, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x) if x.sum() < 1e9 else x
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.last = Whole(True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.whole(x))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        (Whole(True), {"devices": 3, "schedule": "1f1b"}, "devices cpu:1, cpu:2; schedule='1f1b'"),
+        (Whole(True), {"devices": 3, "replicas": (1, 2)}, "devices cpu:1, cpu:2"),
+        (Whole(True), {"devices": 2, "schedule": "1f1b", "warmup": (2, 1)}, "devices cpu:1; schedule='1f1b'; warmup="),
+        (Half(), {"devices": 4, "schedule": "1f1b"}, "devices cpu:2, cpu:3"),
+        (Whole(True), {"devices": 1}, ""),
+        (net(), {"devices": 3}, ""),
+    ],
+)
+def test_what_is_not_used_of_the_options_is_said(model: nn.Module, options: dict[str, Any], expected: str) -> None:
+    with warnings.catch_warnings(record=True) as found, closing(fxpipe.compile(model, chunks=4, **options)) as pipe:
+        warnings.simplefilter("always")
+        pipe(X)
+        lines = [line for line in pipe.explain().splitlines() if line.startswith("not used")]
+    texts = [str(one.message) for one in found if "not used" in str(one.message)]
+    if not expected:
+        assert not texts + lines
+        return
+    assert all(one.filename == __file__ for one in found)  # the user's line
+    assert lines == [f"not used, as the model cannot be cut into more stages: {expected}"]
+    assert texts[0].endswith(expected)
