@@ -57,7 +57,7 @@ class _Joining(HiddenItems):
     @classmethod
     def joining(cls, rows: Tensor) -> Any:
         """An object of which this is known."""
-        made = cls(())  # type: ignore[call-arg]
+        made = cls((_Items(),))  # type: ignore[call-arg]
         made.rows = rows  # type: ignore[attr-defined]
         return made
 
@@ -69,6 +69,15 @@ class _Joining(HiddenItems):
         if func is torch.cat and type(items) is cls and hasattr(items, "rows") and given in ({}, {"dim": 0}):
             return torch.cat((items.rows,))
         return cls.end_trace()
+
+
+class _Items:
+    """What stands for the items. From torch 2.15 on, a trace asks the items of a list what a function of torch makes of
+    it, and not the list."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return UnknownList.__torch_function__(func, types, args, kwargs)
 
 
 class UnknownList(_Joining, list[Any]):
