@@ -11,7 +11,7 @@ The simulator and a measured run give the same type, so the same code draws both
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -56,6 +56,10 @@ class Span:
 
 Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), ascending
 
+# What the memory of a timeline counts: the allocated memory of an accelerator; what a CPU worker keeps for backward;
+# that and parameters with their gradients.
+PEAK, KEPT, WITH_PARAMETERS = "peak memory", "kept for backward", "memory with parameters and gradients"
+
 
 @dataclass(frozen=True)
 class Timeline(Drawable):
@@ -63,10 +67,11 @@ class Timeline(Drawable):
 
     - `name`: of the schedule.
     - `spans`: what `devices` and `links` (their labels) did, in any order, each with `start` and `end` in seconds.
-    - `memory`: per device pairs (seconds, bytes in use from then on), one pair if only the maximum is known; empty if
-      nothing is known. Measured on CPU workers, it is only what is kept for backward.
+    - `memory`: per device pairs (seconds, bytes in use from then on), one pair if only the maximum is known, as of
+      an accelerator that was measured; empty if nothing is known.
     - `call`: when the call of the step began and ended, if it was measured: before the first span its batch is cut,
       after the last one its gradients are added to the model's.
+    - `counts`: what `memory` counts.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Timeline(Drawable):
     links: tuple[str, ...] = ()
     memory: tuple[Steps, ...] = ()
     call: tuple[float, float] | None = None
+    counts: str = PEAK
 
     def __str__(self) -> str:
         return show(self)
@@ -134,6 +140,22 @@ class Timeline(Drawable):
         return {where: tuple(row) for where, row in rows.items()}
 
 
+def with_memory(timeline: Timeline, counted: Timeline) -> Timeline:
+    """The timeline with the memory of `counted`, another run of the same step. If that was counted when each action of
+    a device began and ended, it moves to when they do so here; else only the peak is known."""
+    found = []
+    for device, steps in zip(counted.devices, counted.memory, strict=True):
+        moments = [at for span in timeline.on(device) for at in (span.start, span.end)]
+        held = [bytes for _, bytes in steps]
+        same = len(moments) == len(held) and _actions(timeline, device) == _actions(counted, device)
+        found.append(tuple(zip(moments, held, strict=True)) if same else ((timeline.start, max(held, default=0)),))
+    return replace(timeline, memory=tuple(found), counts=counted.counts)
+
+
+def _actions(timeline: Timeline, device: str) -> list[tuple[str, int, int]]:
+    return [(span.kind, span.stage, span.micro_batch) for span in timeline.on(device)]
+
+
 def even(schedule: Schedule, costs: Costs | None = None, labels: Sequence[str] = ()) -> Timeline:
     """The timeline of a schedule whose stages are alike and whose values move in no time: what its picture shows. One
     unit of `costs` becomes one second."""
@@ -173,7 +195,7 @@ def show(timeline: Timeline) -> str:
             timeline.devices, timeline.busy, timeline.idle, _peaks(timeline), strict=True
         )
     ]
-    return f"{head}\n{_table(rows, ['device', 'busy', 'idle', 'peak memory'])}"
+    return f"{head}\n{_table(rows, ['device', 'busy', 'idle', timeline.counts])}"
 
 
 def _peaks(timeline: Timeline) -> list[str]:
@@ -194,7 +216,7 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
         rows.append(_beside(f"{device} busy", *busy))
     if predicted.memory and measured.memory:
         for device, *held in zip(measured.devices, predicted.high_water, measured.high_water, strict=True):
-            rows.append([f"{device} peak memory", *map(show_bytes, held), _off(*held)])
+            rows.append([f"{device} {measured.counts}", *map(show_bytes, held), _off(*held)])
     return _table(rows, ["", "predicted", "measured", "off"])
 
 

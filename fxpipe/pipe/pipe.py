@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from fxpipe.ir.program.device_programs import DevicePrograms
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
-from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.timeline import Timeline, with_memory
 from fxpipe.pipe.build.build import Build, rehearsed
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
@@ -188,7 +188,7 @@ class Pipe(DropInModule):
             check_rehearsal(made)
             times, outputs, memory = processes.rehearse(kinds.live(made), inputs, self.options.chunks, rounds, kind)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
-            self._state.rehearsed = made, replace(rehearsed(made, chunks, times), memory=memory)
+            self._state.rehearsed = made, with_memory(rehearsed(made, chunks, times), memory)
             return outputs
 
         def call(given: CallArguments) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpipe.ir.timeline import Timeline
-from fxpipe.ir.units import show_seconds
 
 from .folded_timeline import bars, too_narrow
 from .svg_elements import page, words
-from .timeline_picture import legend, one_stage_each, width_of
+from .timeline_picture import facts, legend, one_stage_each, width_of
 from .timeline_rows import SHARES, left_of, rows, whole
 
 APART = 3.0  # as many times as long as another one may be on the same scale
@@ -32,7 +31,7 @@ def draw(timelines: Sequence[tuple[str, Timeline]], title: str) -> str:
     lines.append(words(says + ("; heights are shares of the time" if narrow else ""), 24, 57, "soft", 12.5))
     y = 57.0
     for (name, line), frame in zip(timelines, frames, strict=True):
-        head = f"{name}: step {show_seconds(line.makespan)}, bubble {line.bubble:.1%}"
+        head = f"{name}: {facts(line)}"
         lines.append(words(head, left, y + 33, size=12.5, font_weight=600))
         drawn, y = bars(frame, y + 46) if narrow else rows(frame, y + 46)
         lines += drawn

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fxpipe.errors import FxpipeError, PlanError, did_you_mean
 
+from .report_page import document
 from .svg_elements import FONT, MONO, THEMES
 
 PNG_SCALE = 2  # pixels of a .png for each of the picture
@@ -50,10 +51,8 @@ body {{ font-family: {FONT}; margin: 2rem auto; max-width: 1250px; padding: 0 1r
 .picture {{ overflow-x: auto; }}
 pre {{ font-family: {MONO}; font-size: 0.8rem; overflow-x: auto; }}
 @media (prefers-color-scheme: dark) {{ body {{ {_colors(dark)} }} }}"""
-    head = f'<meta charset="utf-8">\n<title>{escape(picture.title)}</title>\n<style>\n{style}\n</style>'
     body = f'<div class="picture">\n{picture.svg()}</div>\n<pre>{escape(picture.text())}</pre>'
-    page = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
-    return page.encode()
+    return document(picture.title, style, body).encode()
 
 
 def _colors(theme: dict[str, str]) -> str:

@@ -60,6 +60,13 @@ def page(title: str, told: str, sections: Mapping[str, str]) -> str:
         f'<section id="part{at}">\n<h2>{escape(name)}</h2>\n{markup}\n</section>'
         for at, (name, markup) in enumerate(sections.items())
     )
+    body = f"<h1>{escape(title)}</h1>\n{paragraph(told)}\n<nav>{links}</nav>\n{parts}"
+    return document(title, f"{themes}\n{RULES}", body)
+
+
+def document(title: str, style: str, body: str) -> str:
+    """The text of an HTML file for screens of any width, which runs no script and loads nothing. `style` and `body` are
+    HTML already."""
     return f"""\
 <!DOCTYPE html>
 <html lang="en">
@@ -69,15 +76,11 @@ def page(title: str, told: str, sections: Mapping[str, str]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{themes}
-{RULES}
+{style}
 </style>
 </head>
 <body>
-<h1>{escape(title)}</h1>
-{paragraph(told)}
-<nav>{links}</nav>
-{parts}
+{body}
 </body>
 </html>
 """

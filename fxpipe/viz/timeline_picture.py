@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpipe.ir.schedule.schedule import Schedule, plain
-from fxpipe.ir.timeline import KINDS, Timeline, even
-from fxpipe.ir.units import show_seconds
+from fxpipe.ir.timeline import KINDS, PEAK, Timeline, even
+from fxpipe.ir.units import count, show_seconds
 
 from .folded_timeline import details, overview, too_narrow
 from .svg_elements import page, shade, tag, text_width, words
@@ -52,10 +52,17 @@ def one_stage_each(value: Timeline | Schedule) -> bool:
 
 
 def _facts(value: Timeline | Schedule, timeline: Timeline) -> str:
-    bubble = f"bubble {timeline.bubble:.1%}"
     if isinstance(value, Schedule):
-        return f"{value.num_stages} stages, {value.chunks} micro-batches, {bubble} where stages are alike"
-    return f"step {show_seconds(timeline.makespan)}, {bubble}"
+        bubble = f"bubble {timeline.bubble:.1%}"
+        stages, chunks = count(value.num_stages, "stage", "stages"), count(value.chunks, "micro-batch", "micro-batches")
+        return f"{stages}, {chunks}, {bubble} where stages are alike"
+    return facts(timeline)
+
+
+def facts(timeline: Timeline) -> str:
+    """The time of the step, and what is drawn below the rows."""
+    strips = f"; below each row: {timeline.counts}" if any(timeline.memory) and timeline.counts != PEAK else ""
+    return f"step {show_seconds(timeline.makespan)}, bubble {timeline.bubble:.1%}{strips}"
 
 
 def legend(frames: Sequence[Frame], y: float, boxes: bool = True) -> tuple[list[str], float]:

@@ -14,6 +14,7 @@ from fxpipe.ir.units import show_bytes, show_seconds
 from .svg_elements import ink_on, shade, tag, text_width, words
 
 ROW, GAP, STRIP, LANE = 30.0, 8.0, 22.0, 9.0  # heights: device row, between rows, memory, link
+PADDING = 3.5  # pixels of a box beside its number; some fonts have wider digits than `text_width` says
 SHARES = 76.0  # pixels to the right of the time axis
 
 
@@ -126,11 +127,16 @@ def _box(frame: Frame, window: Window, span: Span, y: float, height: float) -> I
     text, below = str(span.micro_batch), str(span.stage) if frame.stages else ""
     if frame.named:
         text, below = span.label, ""
-    fits = [size for size in (12, 10, 8) if text_width(text, size) + text_width(below, 8) + 2 <= wide]
+    tries = [(size, below, small) for size, small in ((12, 8), (10, 8), (8, 6.5))]
+    tries += [(size, "", 0) for size, _, _ in tries if below]  # without its stage, if there is no room for both
+    fits = [one for one in tries if text_width(text, one[0]) + text_width(one[1], one[2]) + PADDING <= wide]
     if height >= ROW and fits:
-        small = tag("tspan", below, dy=3, font_size=8) if below else ""
-        style = {"text_anchor": "middle", "fill": ink_on(color), "pointer_events": "none"}
-        yield tag("text", text + small, x=x + wide / 2, y=y + height / 2 + 0.36 * fits[0], font_size=fits[0], **style)
+        size, below, small = fits[0]
+        lower = tag("tspan", below, dy=3, font_size=small) if below else ""
+        both = text_width(text, size) + text_width(below, small)  # not every program centres a text of two sizes
+        at, anchor = (x + (wide - both) / 2, None) if below else (x + wide / 2, "middle")
+        style = {"text_anchor": anchor, "fill": ink_on(color), "pointer_events": "none"}
+        yield tag("text", text + lower, x=at, y=y + height / 2 + 0.36 * size, font_size=size, **style)
 
 
 def _left_out(frame: Frame, y: float) -> Iterator[str]:
@@ -142,13 +148,21 @@ def _left_out(frame: Frame, y: float) -> Iterator[str]:
 
 
 def memory_strip(frame: Frame, steps: Steps, y: float) -> Iterator[str]:
-    """The memory of a device in the whole step as a filled line; all devices have one scale, so that heights
-    compare."""
+    """The memory of a device in the whole step as a filled line, or a thin one if only the peak is known; all devices
+    have one scale, so that heights compare."""
     most = max(max(frame.timeline.high_water), 1)
     base = y + STRIP
     last = frame.left + frame.width
+    peak = show_bytes(max(held for _, held in steps))
+    if len(steps) == 1:
+        level = base - STRIP * steps[0][1] / most
+        yield tag("line", x1=frame.left, y1=level, x2=last, y2=level, class_="loan-stroke", stroke_width=1)
+        yield words(f"peak {peak}", last + SHARES - 4, base - 5, "soft", 10, text_anchor="end")
+        return
     (window,) = frame.windows
     points = [(frame.left, base)]
+    if steps[0][0] > window.start:
+        steps = ((window.start, 0), *steps)
     for (at, held), (until, _) in zip(steps, [*steps[1:], (frame.timeline.end, 0)], strict=True):
         height = base - STRIP * held / most
         points += [
@@ -157,7 +171,6 @@ def memory_strip(frame: Frame, steps: Steps, y: float) -> Iterator[str]:
     outline = " L ".join(f"{x:.2f} {level:.2f}" for x, level in [*points, (last, base)])
     yield tag("path", d=f"M {outline} Z", class_="soft", fill_opacity=0.22)
     yield tag("path", d=f"M {outline}", class_="line-stroke", stroke_width=1)
-    peak = show_bytes(max(held for _, held in steps))
     yield words(peak, frame.left + frame.width + 52, base - 5, "soft", 10, text_anchor="end")
 
 

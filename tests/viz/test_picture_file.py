@@ -124,6 +124,7 @@ def test_a_png(name: str, drawn: dict[str, Drawn], tmp_path: Path) -> None:
 
 def test_a_page_has_what_print_shows(tmp_path: Path) -> None:
     text = LINE.draw(tmp_path / "step.html").read_text()
+    assert '<meta name="viewport" content="width=device-width' in text  # legible on a phone
     assert "<title>a &lt;title&gt;</title>" in text
     assert "\na&lt;1&gt;      1 s     3 s     2 kB\n" in text
     assert "<title>backward of stage 1, micro-batch 0, 2 s to 4 s: x &amp; y</title>" in text

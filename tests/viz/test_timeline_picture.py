@@ -6,14 +6,15 @@ import math
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 
 from fxpipe.ir.schedule.schedule import parse
-from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.timeline import KEPT, Span, Timeline
 from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
-from fxpipe.viz.svg_elements import SHADES, THEMES, ink_on, shade
+from fxpipe.viz.svg_elements import SHADES, THEMES, ink_on, shade, text_width
 from fxpipe.viz.timeline_picture import draw
 from fxpipe.viz.timeline_rows import ticks
 
@@ -76,6 +77,49 @@ def test_stage_numbers_where_a_device_has_several() -> None:
     assert "03" in said
     assert any("small number: stage" in word for word in said)
     assert "0" in texts(draw(gpipe(2, 2)))
+
+
+def test_a_stage_number_stays_in_its_box() -> None:
+    """Boxes from narrow to wide: first without a number, then with that of the micro-batch, then with small ones."""
+    ends = [0, *accumulate(range(1, 40))]
+    spans = tuple(Span("a", start, end, "F", at % 2, at) for at, (start, end) in enumerate(pairwise(ends)))
+    picture = draw(Timeline("wider and wider", ("a",), spans))
+    edges = [(float(one.attrib["x"]), float(one.attrib["width"])) for one in boxes(picture)]
+    sizes = []
+    for node in (node for node in ET.fromstring(picture).iter(f"{SVG}text") if "pointer-events" in node.attrib):
+        small = node.find(f"{SVG}tspan")
+        x, wide = edges[int(node.text or "")]
+        size, lower = float(node.attrib["font-size"]), 0.0 if small is None else float(small.attrib["font-size"])
+        needs = text_width(node.text or "", size) + text_width("" if small is None else small.text or "", lower)
+        assert needs + 3 <= wide
+        if small is not None:
+            assert float(node.attrib["x"]) == pytest.approx(x + (wide - needs) / 2, abs=0.02)
+        sizes.append((size, lower))
+    assert {(12, 8), (10, 8), (8, 6.5), (8, 0)} <= set(sizes)
+
+
+def test_a_peak_alone_is_a_line() -> None:
+    """Nothing says when it was."""
+    memory = (((0.0, 6_340_000),), step().memory[1], step().memory[2])
+    picture = ET.fromstring(draw(replace(step(), memory=memory)))
+    assert len(list(picture.iter(f"{SVG}path"))) == 2 * 2  # area and outline of the other devices
+    (line,) = (line for line in picture.iter(f"{SVG}line") if line.attrib["class"] == "loan-stroke")
+    assert line.attrib["y1"] == line.attrib["y2"]
+    assert "peak 6.34 MB" in texts(draw(replace(step(), memory=memory)))
+
+
+def test_what_memory_counts_is_said() -> None:
+    assert texts(draw(replace(step(), counts=KEPT)))[1].endswith("; below each row: kept for backward")
+    assert texts(draw(step()))[1].count(";") == 0
+
+
+def test_memory_begins_with_the_first_action() -> None:
+    later = tuple((at + 0.01, held) for at, held in step().memory[0])
+    picture = draw(replace(step(), memory=(later, *step().memory[1:])))
+    path = next(path.attrib["d"] for path in ET.fromstring(picture).iter(f"{SVG}path"))
+    points = [tuple(map(float, point.split())) for point in path.removeprefix("M ").removesuffix(" Z").split(" L ")]
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(points))  # steps, no slopes
+    assert points[0][1] == points[1][1] == points[2][1]
 
 
 def test_a_measured_run_may_start_at_any_time() -> None:

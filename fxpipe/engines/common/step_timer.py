@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.ir.timeline import Span, Steps, Timeline
+from fxpipe.ir.timeline import KEPT, PEAK, Span, Steps, Timeline
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.autograd.offload import Offload
 from fxpipe.runtime.autograd.saved_tensors import Saved
@@ -53,7 +53,8 @@ def take_step(
 class StepTimer:
     """The notes of one step, of all workers.
 
-    - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there.
+    - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there, and
+      `curves` those bytes when each action began and ended.
     - `takes`: the tensors kept for recomputations, by worker, stage and micro-batch.
     - `called`: when the timer was made, at the beginning of the call.
     - `started`: when the step began; `called` until then. `anchors`: for each accelerator the event of that moment.
@@ -64,6 +65,7 @@ class StepTimer:
         self.notes: list[Note] = []
         self.homes: dict[str, torch.device] = {}
         self.saved: dict[str, Saved] = {}
+        self.curves: dict[str, list[tuple[Moment, int]]] = {}
         self.takes: dict[tuple[str, int, int], Any] = {}
         self.anchors: dict[torch.device, Any] = {}
 
@@ -90,13 +92,17 @@ class StepTimer:
         if kind == "R" and m.kept[j, i].results is not None:
             return None
         label, device = m.devices[j], m.stages[j].device
+        saved = self.saved[label]
+        saved.peak = saved.now  # from here on, of this action
         start = moment(device)
         results = run(m, j, i, *args)
-        self.notes.append((label, device, kind, j, i, start, moment(device), ""))
+        end = moment(device)
+        self.notes.append((label, device, kind, j, i, start, end, ""))
         if kind == "F" and m.kept[j, i].results is None:
-            self.takes[label, j, i] = [self.saved[label].keep(x) for x in args if isinstance(x, Tensor)]
+            self.takes[label, j, i] = [saved.keep(x) for x in args if isinstance(x, Tensor)]
         elif kind == "R":
             del self.takes[label, j, i]
+        self.curves.setdefault(label, []).extend(((start, saved.peak), (end, saved.now)))
         return results
 
     def pack(
@@ -152,14 +158,15 @@ class StepTimer:
             for where, device, kind, j, i, start, end, text in self.notes
         )
         links = tuple(sorted({span.where for span in spans} - set(labels)))
-        return Timeline(name, labels, spans, links, tuple(self.memory(label) for label in labels), call)
 
-    def memory(self, label: str) -> Steps:
-        """The peak memory in bytes: an accelerator's allocated memory, or the most a CPU worker kept for backward."""
-        device = self.homes[label]
-        if has_streams(device):
-            return ((0.0, torch.accelerator.max_memory_allocated(device)),)
-        return ((0.0, self.saved[label].peak),)
+        def memory(label: str, device: torch.device) -> Steps:
+            if has_streams(device):
+                return ((0.0, torch.accelerator.max_memory_allocated(device)),)
+            return tuple((seconds(device, at), held) for at, held in self.curves.get(label, ()))
+
+        steps = tuple(memory(label, device) for label, device in self.homes.items())
+        counts = PEAK if any(map(has_streams, self.homes.values())) else KEPT
+        return Timeline(name, labels, spans, links, steps, call, counts)
 
 
 def moment(device: torch.device) -> Any:

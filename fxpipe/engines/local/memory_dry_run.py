@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.common.step_timer import StepTimer
-from fxpipe.ir.timeline import Steps
+from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.written_buffers import instead
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
@@ -35,9 +35,9 @@ def without_memory(batch: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> tuple[Steps, ...]:
-    """The peak memory of each worker in bytes, as a timed step counts it. Inputs may be on the meta device. A model
-    that needs the values of tensors raises its own error."""
+def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> Timeline:
+    """A timeline with the memory of each worker, as a timed step counts it; its times are those of the dry run.
+    Inputs may be on the meta device. A model that needs the values of tensors raises its own error."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
     stages = [*engine.stages, *([] if engine.whole is None else [engine.whole])]
 
@@ -58,4 +58,4 @@ def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> 
         inputs = [fake(x) if isinstance(x, Tensor) else x for x in batch]
         timer = StepTimer()
         engine.attempt(inputs, chunks, None, timer, engine.alone)
-        return timer.timeline(engine.schedule).memory
+        return timer.timeline(engine.schedule)

@@ -21,7 +21,7 @@ from fxpipe.engines.common.step import Step, wrap
 from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.program.device_programs import Message
-from fxpipe.ir.timeline import Span, Steps, Timeline
+from fxpipe.ir.timeline import KEPT, PEAK, Span, Steps, Timeline
 
 from .clock_sync import ahead
 from .rank_group import World
@@ -37,7 +37,7 @@ class Notes:
     - `begun`: when the step began; `call`: when its call began and ended.
     - `spans`: its actions.
     - `sent`, `taken`: when it sent and took each message.
-    - `memory`: the peak memory of its device, in bytes.
+    - `memory`: of its devices.
     """
 
     begun: float
@@ -98,7 +98,7 @@ class RankTimer:
             }
             for noted in (self.sending, self.taking)
         )
-        memory = dict(zip(own.devices, own.memory, strict=True))
+        memory = {label: moved(steps, begun) for label, steps in zip(own.devices, own.memory, strict=True)}
         self.notes_of_all += self.world.all_gather_object(
             Notes(begun, (begun + start, begun + end), spans, sent, taken, memory)
         )
@@ -122,7 +122,7 @@ def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence
             links.setdefault(link, []).append((at, taken[message], message))
     spans = [span for one in notes for span in one.spans]
     spans += [span for link in sorted(links) for span in carried(link, links[link])]
-    memory = {label: steps for one in notes for label, steps in one.memory.items()}
+    memory = {label: moved(steps, -begun) for one in notes for label, steps in one.memory.items()}
     return Timeline(
         name,
         labels,
@@ -130,6 +130,7 @@ def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence
         tuple(sorted(links)),
         tuple(memory.get(label, ()) for label in labels),
         (min(one.call[0] for one in notes) - begun, max(one.call[1] for one in notes) - begun),
+        KEPT if all(label.startswith("cpu") for label in labels) else PEAK,
     )
 
 
@@ -145,6 +146,10 @@ def carried(link: str, messages: Sequence[tuple[float, float, Message]]) -> Iter
         # What moves once a step adds up gradients, of replicas or of the users of one weight.
         kind = "A" if message.micro_batch is None else "T"
         yield Span(link, start, end, kind, message.source, message.micro_batch or 0, label)
+
+
+def moved(steps: Steps, seconds: float) -> Steps:
+    return tuple((at + seconds, held) for at, held in steps)
 
 
 def shifted(span: Span, seconds: float) -> Span:

@@ -35,13 +35,13 @@ from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.cluster.cluster import Link
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
-from fxpipe.ir.timeline import Steps
+from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.written_buffers import instead
 
-# The times of each rehearsal, the outputs of the batch, and the peak memory of each worker, in bytes.
-Rehearsed = tuple[list[Times], tuple[Any, ...], tuple[Steps, ...]]
+# The times of each rehearsal, the outputs of the batch, and a timeline with the memory of each worker.
+Rehearsed = tuple[list[Times], tuple[Any, ...], Timeline]
 Sent = Mapping[Key, tuple[Any, bool]]  # each value that was sent, and whether it needs a gradient
 
 
@@ -49,15 +49,15 @@ class Rehearsal:
     """Rehearsals of the steps of a scheduler for one batch; all stages must be on the CPU."""
 
     def __init__(self, engine: StepScheduler, batch: Sequence[Any], chunks: int) -> None:
-        """Runs the batch once, and records the values that stages exchange, the outputs, and the peak memory of each
-        worker. The peak is the same in every step: it depends only on the order of the worker's own actions."""
+        """Runs the batch once, and records the values that stages exchange, the outputs, and the memory of each worker
+        at its actions. That is the same in every step: it depends only on the order of the worker's own actions."""
         self.engine, self.batch, self.chunks = engine, batch, chunks
         self.grads: list[Pair] = []
         with untouched(engine):
             recorder = Recorder()
             m = engine.attempt(batch, chunks, None, recorder)
             self.sent: Sent = recorder.sent
-            self.memory = recorder.timer.timeline(engine.schedule).memory
+            self.memory = recorder.timer.timeline(engine.schedule)
             self.outputs, _ = engine.outcome(m, batch)
         # Values stay where they are, but a worker that waits for one has to wake up.
         seconds = wake() if len(set(engine.devices)) > 1 else 0.0

@@ -39,7 +39,7 @@ from fxpipe.ir.cluster.cluster import Link
 from fxpipe.ir.program.device_programs import ALL_GATHER
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
-from fxpipe.ir.timeline import Steps
+from fxpipe.ir.timeline import KEPT, Timeline
 from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
 
 from .action_profiler import Rehearsed, stand_ins, timed_recompute, untouched
@@ -65,8 +65,7 @@ def rehearse_ranks(
     links = handovers(engine.world)  # after the step: if a rank cannot take part in this call, that tells the others
     grads: list[Pair] = []
     times = [once(engine, batch, chunks, seed, recorder.received, links, grads) for _ in range(warmup + rounds)]
-    memory = tuple(recorder.memory.get(label, ()) for label in dict.fromkeys(engine.steps.devices))
-    return times[warmup:], outputs, memory
+    return times[warmup:], outputs, recorder.timeline(tuple(dict.fromkeys(engine.steps.devices)))
 
 
 def once(
@@ -98,12 +97,12 @@ def once(
 
 
 class Recorder:
-    """Records the values that this rank receives in a step, and the peak memory of all ranks."""
+    """Records the values that this rank receives in a step, and the timelines of all ranks, each by its own clock."""
 
     def __init__(self, world: World) -> None:
         self.world, self.timer = world, StepTimer()
         self.received: dict[Key, Any] = {}
-        self.memory: dict[str, Steps] = {}
+        self.timelines: list[Timeline] = []
 
     def begin(self, m: Step) -> None:
         self.timer.begin(m)
@@ -117,9 +116,13 @@ class Recorder:
         return value
 
     def report(self) -> None:
-        own = self.timer.timeline("")
-        for devices, memory in self.world.all_gather_object((own.devices, own.memory)):
-            self.memory |= dict(zip(devices, memory, strict=True))
+        self.timelines += self.world.all_gather_object(self.timer.timeline(""))
+
+    def timeline(self, devices: tuple[str, ...]) -> Timeline:
+        """What each device did and kept, by the clock of its rank."""
+        spans = tuple(span for one in self.timelines for span in one.spans)
+        memory = {label: steps for one in self.timelines for label, steps in zip(one.devices, one.memory, strict=True)}
+        return Timeline("", devices, spans, (), tuple(memory.get(label, ()) for label in devices), counts=KEPT)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
-from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.timeline import KEPT, WITH_PARAMETERS, Timeline
 from fxpipe.passes import lower
 from fxpipe.pipe.options.chosen_options import chosen_lines
 from fxpipe.pipe.options.compile_options import Options, make_schedule, schedule_text
@@ -260,8 +260,7 @@ def _drafted(
             return merge_backward_halves(schedule, costs, between) if options.schedule in SCHEDULES else schedule
 
         def peaks(one: Lowered) -> dict[str, int]:
-            found = simulate(schedule, costs_of(one, copies), between, labels)
-            return dict(zip(labels, found.high_water, strict=True))
+            return dict(zip(labels, simulate(schedule, costs_of(one, copies), between, labels).high_water, strict=True))
 
         if room:
             try:
@@ -291,7 +290,8 @@ def _drafted(
             schedule, pairs = overlapped(
                 schedule, alone, lambda one: simulate(one, costs, between, labels).makespan, in_memory
             )
-        timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
+        line = replace(simulate(schedule, costs, between, labels, sums), counts=WITH_PARAMETERS)
+        timeline = spread(line, replica_groups(runs))
         memory = {label: (need, room[label]) for label, need in peaks(made).items()} if room else {}
     return Build(
         graph, sizes, cluster, profile, decided, schedule, program, made.trail, lambda: timeline, {}, totals,
@@ -318,17 +318,17 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     what backward needs."""
     program, sizes, schedule = made.program, made.sizes, only(replace(made.schedule, pairs=frozenset()), chunks)
     labels = tuple(dict.fromkeys(program.devices))
-    copies = 0 if all(label.startswith("cpu") for label in labels) else 2
+    copies, counts = (0, KEPT) if all(label.startswith("cpu") for label in labels) else (2, WITH_PARAMETERS)
     taken = taken_bytes(program, sizes)
     costs = stage_costs(made.plan, made.profile, taken, copies, True, made.kept, program)
     cluster = made.cluster if times is None else replace(made.cluster, links=times.links, switches=())
     between = hops(program, sizes, cluster, made.profile.batch)
     if times is None:
-        sums = reductions(made.plan, made.profile, cluster)
-        return spread(simulate(schedule, costs, between, labels, sums), replica_groups(made.plan))
+        found = simulate(schedule, costs, between, labels, reductions(made.plan, made.profile, cluster))
+        return spread(replace(found, counts=counts), replica_groups(made.plan))
     found = simulate(schedule, costs, between, labels, took=times.actions)
     spans = tuple(times.computing(span) if span.where in labels else span for span in found.spans)
-    return replace(found, spans=spans, call=(-times.before, found.makespan + times.after))
+    return replace(found, spans=spans, call=(-times.before, found.makespan + times.after), counts=counts)
 
 
 def rehearsed(made: Build, chunks: int, rounds: Sequence[Times]) -> Timeline:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fxpipe.engines.local.memory_dry_run import memory_of_step
 from fxpipe.errors import FxpipeError, PlanError
+from fxpipe.ir import timeline as timelines
 from fxpipe.ir.graph.graph import Graph, is_opaque, op_name
 from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.ir.plan import plan_file
@@ -42,15 +43,16 @@ class Timed:
 
 
 Rehearsed = tuple[Build, Timeline] | None
+DRY_RUN = "memory is predicted by a run of this step on meta tensors, which computes nothing"
 
 
 def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: Rehearsed) -> Comparison:
     """What `Pipe.compare` returns: the rehearsed timeline, if it is for the same build and chunks, else the predicted
     one, beside the measured one."""
-    predicted, note = _of_same_step(timed, rehearsed), ""
+    predicted, note = _of_same_step(timed, rehearsed), "memory is predicted by the step that rehearse ran"
     if predicted is None:
         predicted, note = with_memory(predict(timed.made, timed.chunks), cache, timed)
-    table = compare(predicted, timed.timeline) + note
+    table = f"{compare(predicted, timed.timeline)}\n{note}"
     return Comparison(table, (("predicted", predicted), ("measured", timed.timeline)))
 
 
@@ -120,19 +122,19 @@ def check_rehearsal(made: Build) -> None:
 
 
 def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[Timeline, str]:
-    """The timeline with the memory of CPU workers from a dry run on the meta device, and ""; or the timeline as it is,
-    and a line that says why there was no dry run. Over ranks and on GPUs memory stays as predicted."""
+    """The timeline with the memory of CPU workers from a dry run on the meta device, or as it is, if there can be none;
+    and a line that says where its memory comes from. Over ranks and on GPUs it is always that of the profile."""
     made = timed.made
     if cache.options.ranks or not all(label.startswith("cpu") for label in made.program.devices):
-        return predicted, ""
+        return predicted, "memory is estimated from the profile"
     odd = unknown_memory(made.graph)
     if odd is None and not any(stage.replicas for stage in made.plan.stages):
         try:
             found = memory_of_step(cache.live(made).step_scheduler, timed.inputs, cache.options.chunks)
-            return replace(predicted, memory=found), ""
+            return timelines.with_memory(predicted, found), DRY_RUN
         except Exception as error:  # the model reads values, and meta tensors have none
             odd = str(error).partition("\n")[0]
-    return predicted, f"\nmemory is estimated: {odd or 'stages have replicas'}"
+    return predicted, f"memory is estimated: {odd or 'stages have replicas'}"
 
 
 def unknown_memory(graph: Graph) -> str | None:

@@ -1,9 +1,9 @@
 """What `pipe.diagnose()` returns: where the time of a step goes, which loss is the largest, and what to change.
 
 1f1b, 2 micro-batches: 19 s; the plan predicts 19 s
-             computing    recomputation    bubble    imbalance    transfers    host    stragglers    step
-cpu:0             12 s              0 s       7 s          0 s          0 s     0 s           0 s    19 s
-cpu:1              6 s              0 s    11.2 s       1.75 s          0 s     0 s           0 s    19 s
+             computing    recomputation    schedule's bubble    imbalance    transfers    host    stragglers    step
+cpu:0             12 s              0 s                  7 s          0 s          0 s     0 s           0 s    19 s
+cpu:1              6 s              0 s               11.2 s       1.75 s          0 s     0 s           0 s    19 s
 ...
 """
 
@@ -55,11 +55,24 @@ class Diagnosis:
     def advice(self) -> str:
         """What costs most, and what to change."""
         part, split = self.largest, self.measured
+        name = shown(part)
         share = split.mean(part) / split.seconds if split.seconds else 0.0
         computing = f"{split.mean('computing') / split.seconds:.0%}" if split.seconds else "all"
         if share < LITTLE:
-            return f"The devices compute {computing} of the time. No loss is large: the largest is {part}, {share:.0%}."
-        return f"The largest loss is {part}: {share:.0%} of the devices' time. {ADVICE[part](self)}"
+            return f"The devices compute {computing} of the time. No loss is large: the largest is {name}, {share:.0%}."
+        return f"The largest loss is {name}: {share:.0%} of the devices' time. {ADVICE[part](self)}"
+
+    @property
+    def head(self) -> str:
+        """How long the step took, from call to return and without what surrounds its actions, and as predicted."""
+        seconds, line = show_seconds(self.measured.seconds), self.timeline
+        if line.call is not None:
+            seconds += (
+                f" from call to return, {show_seconds(line.makespan)} from first to last action, in which devices "
+            )
+            seconds += f"are idle for {line.bubble:.1%}"
+        micro_batches = count(self.chunks, "micro-batch", "micro-batches")
+        return f"{self.schedule}, {micro_batches}: {seconds}; the plan predicts {show_seconds(self.predicted.seconds)}"
 
     def replan(self) -> Replanned:
         """Plan again with the times of this step. Returns the fastest plan that fits in memory, for
@@ -85,14 +98,11 @@ class Diagnosis:
             [name, *(show_seconds(one.mean(part)) for part in PARTS), show_seconds(seconds)]
             for name, one, seconds in means
         ]
-        micro_batches = count(self.chunks, "micro-batch", "micro-batches")
-        head = (
-            f"{self.schedule}, {micro_batches}: {show_seconds(split.seconds)}; the plan predicts "
-            f"{show_seconds(other.seconds)}"
-        )
         align = ("left", *("right" for _ in PARTS), "right")
-        table = tabulate(rows, ["", *PARTS, "step"], tablefmt="plain", disable_numparse=True, colalign=align)
-        return f"{head}\n{table}\n{self.advice}"
+        table = tabulate(
+            rows, ["", *map(shown, PARTS), "step"], tablefmt="plain", disable_numparse=True, colalign=align
+        )
+        return f"{self.head}\n{table}\n{self.advice}"
 
     def _row(self, split: TimeSplit, device: str) -> list[str]:
         return [*(show_seconds(split.parts[device][part]) for part in PARTS), show_seconds(split.seconds)]
@@ -106,6 +116,11 @@ class Diagnosis:
         """The stages of a device as text, such as "stages 0, 2"."""
         found = [str(index) for index, stage in enumerate(self.plan.stages) if device in stage.devices]
         return f"stage{'s' * (len(found) > 1)} {', '.join(found)}"
+
+
+def shown(part: str) -> str:
+    """The name of a part in text: of all that is idle, the bubble of a timeline, only some is for the schedule."""
+    return "schedule's bubble" if part == "bubble" else part
 
 
 def _bubble(found: Diagnosis) -> str:

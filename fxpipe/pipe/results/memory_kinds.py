@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpipe.ir.plan.model_states import ModelStates
+from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.build.build import Build
 from fxpipe.schedules.simulate.action_costs import stage_costs
@@ -48,12 +49,15 @@ def memory_kinds(states: ModelStates, peak: int) -> MemoryKinds:
     return MemoryKinds(weights, gradients, held - weights - gradients, peak - held)
 
 
-def predicted_kinds(made: Build) -> dict[str, MemoryKinds]:
+def predicted_kinds(made: Build, kept: Timeline | None) -> dict[str, MemoryKinds]:
     """The kinds on each device in a build's predicted timeline, by label: each parameter with its gradient, without an
-    optimizer. Empty if that has no memory."""
+    optimizer. `kept`: a timeline of what is kept for backward, if that is known better. Empty if there is no memory."""
     weights = dict.fromkeys(made.timeline.devices, 0)
     for stage, cost in zip(made.plan.stages, stage_costs(made.plan, made.profile, copies=1), strict=True):
         for label in weights.keys() & set(stage.devices):
             weights[label] += cost.fixed
-    peaks = zip(weights.items(), made.timeline.high_water, strict=False)
-    return {label: memory_kinds(ModelStates(own, own, 0), peak) for (label, own), peak in peaks}
+    peaks = made.timeline.high_water
+    if kept is not None:
+        peaks = tuple(2 * own + peak for own, peak in zip(weights.values(), kept.high_water, strict=True))
+    known = zip(weights.items(), peaks, strict=False)
+    return {label: memory_kinds(ModelStates(own, own, 0), peak) for (label, own), peak in known}

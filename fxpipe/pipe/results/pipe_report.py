@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.program.program import Program, show_stage
+from fxpipe.ir.timeline import KEPT, WITH_PARAMETERS, Timeline
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.build.build import Build
 from fxpipe.pipe.build.build_report import cost_table, replica_lines, special_lines, summary
@@ -20,6 +21,8 @@ from fxpipe.schedules.diagnosis.time_split import PARTS
 from fxpipe.viz import program_picture, timeline_picture
 from fxpipe.viz.report_page import bars, beside, folded, lines, listing, page, paragraph, picture, table
 
+from .comparison import Comparison
+from .diagnosis import shown as shown_part
 from .generated_lines import pieces, user_lines
 from .memory_kinds import KINDS, predicted_kinds
 from .pipe_picture import given
@@ -28,7 +31,7 @@ from .strategy_table import table as operator_cuts
 UNTIMED = "No step was timed: pipe.step(..., timeline=True) before pipe.report(...) adds what was measured."
 FEW = 8  # as many stages as a picture still shows well that is made to fit the page
 MEMORY_COLORS = dict(zip(KINDS, "FBWA", strict=True))
-TIME_COLORS = dict(zip(PARTS, "FRBITAW", strict=True))
+TIME_COLORS = dict(zip(map(shown_part, PARTS), "FRBITAW", strict=True))
 
 
 def report(pipe: Any, path: str | Path) -> Path:
@@ -41,6 +44,7 @@ def report(pipe: Any, path: str | Path) -> Path:
     lines of the model, no values of tensors. Over ranks each rank can write it alone. Raises PlanError for another
     suffix, FxpipeError before the first call, and OSError if the file cannot be written."""
     made, path = pipe.build, Path(path)
+    compared = None if pipe.timeline is None else pipe.compare()
     if path.suffix.lower() != ".html":
         raise PlanError(
             f"{str(path)!r} is no page: write a name that ends with .html, as in pipe.report('report.html')"
@@ -49,8 +53,8 @@ def report(pipe: Any, path: str | Path) -> Path:
         "Model": _model(made),
         "Stages": _stages(pipe, made),
         "Cuts": _cuts(made),
-        "Memory": _memory(made),
-        "Timeline": _timeline(pipe, made),
+        "Memory": _memory(pipe, made, compared),
+        "Timeline": _timeline(pipe, made, compared),
         "Where the time goes": _time(pipe, made),
         "Generated files": _files(made),
         "Versions and options": _setting(pipe),
@@ -121,26 +125,28 @@ def _size(made: Build, name: str) -> tuple[str, str]:
     return str(kind), show_bytes(nbytes(kind, made.sizes))
 
 
-def _memory(made: Build) -> str:
-    found = predicted_kinds(made)
+def _memory(pipe: Any, made: Build, compared: Comparison | None) -> str:
+    kept = None if compared is None else compared.timelines[0][1]
+    if kept is None or pipe._state.timed.made is not made or kept.counts != KEPT:
+        kept = None
+    found = predicted_kinds(made, kept)
     kinds = [kind for kind in KINDS if any(getattr(one, kind) for one in found.values())]
-    amounts = {label: {kind: float(getattr(one, kind)) for kind in kinds} for label, one in found.items()}
-    cells = {
-        label: [*(show_bytes(amounts[label][kind]) for kind in kinds), show_bytes(one.total)]
-        for label, one in found.items()
-    }
-    told = "Predicted, at the fullest moment of a step. The optimizer's state is not counted: a pipe does not know it."
-    return paragraph(told) + bars({kind: MEMORY_COLORS[kind] for kind in kinds}, amounts, cells, "memory")
+    names = {kind: KEPT if kind == "activations" else kind for kind in kinds}
+    amounts = {label: {name: float(getattr(one, k)) for k, name in names.items()} for label, one in found.items()}
+    cells = {label: [*map(show_bytes, amounts[label].values()), show_bytes(one.total)] for label, one in found.items()}
+    timelines = f"the timelines below, which have only what is {KEPT}" if kept else "the timeline below"
+    told = f"Predicted, at the fullest moment of a step, as in {timelines}. The optimizer's state is not counted: a "
+    colors = {name: MEMORY_COLORS[kind] for kind, name in names.items()}
+    return paragraph(told + "pipe does not know it.") + bars(colors, amounts, cells, WITH_PARAMETERS)
 
 
-def _timeline(pipe: Any, made: Build) -> str:
-    if pipe.timeline is None:
-        timelines, compared = (("predicted", made.timeline),), paragraph(UNTIMED)
-    else:
-        found = pipe.compare()
-        timelines, compared = found.timelines, _of_another(pipe, made) + listing(str(found))
+def _timeline(pipe: Any, made: Build, compared: Comparison | None) -> str:
+    timelines: Sequence[tuple[str, Timeline]] = (("predicted", made.timeline),)
+    told = paragraph(UNTIMED)
+    if compared is not None:
+        timelines, told = compared.timelines, _of_another(pipe, made) + listing(str(compared))
     drawn = [picture(timeline_picture.draw(line, f"{line.name}, {name}"), name) for name, line in timelines]
-    return "\n".join([*drawn, compared, folded("the schedule", listing(str(made.schedule)))])
+    return "\n".join([*drawn, told, folded("the schedule", listing(str(made.schedule)))])
 
 
 def _of_another(pipe: Any, made: Build) -> str:
@@ -157,8 +163,8 @@ def _time(pipe: Any, made: Build) -> str:
         label: [*(show_seconds(own[part]) for part in PARTS), show_seconds(found.measured.seconds)]
         for label, own in parts.items()
     }
-    told = str(found).partition("\n")[0]
-    return paragraph(told) + bars(TIME_COLORS, parts, cells, "step") + paragraph(found.advice, "advice")
+    amounts = {label: {shown_part(part): own[part] for part in PARTS} for label, own in parts.items()}
+    return paragraph(found.head) + bars(TIME_COLORS, amounts, cells, "step") + paragraph(found.advice, "advice")
 
 
 def _files(made: Build) -> str:

@@ -66,26 +66,27 @@ def diagnosed(
 )
 def test_the_largest_loss_is_named(found: Diagnosis, largest: str, words: list[str]) -> None:
     assert found.largest == largest
-    assert f"The largest loss is {largest}: " in str(found)
+    name = "schedule's bubble" if largest == "bubble" else largest  # some of all that is idle, the timeline's bubble
+    assert f"The largest loss is {name}: " in str(found)
     for word in words:
         assert word in found.advice
 
 
 def test_what_is_small_needs_no_change() -> None:
     assert diagnosed(chunks=120).advice == (
-        "The devices compute 98% of the time. No loss is large: the largest is bubble, 2%."
+        "The devices compute 98% of the time. No loss is large: the largest is schedule's bubble, 2%."
     )
 
 
 TABLE = """
 1f1b, 2 micro-batches: 19 s; the plan predicts 19 s
-             computing    recomputation    bubble    imbalance    transfers    host    stragglers    step
-cpu:0             12 s              0 s       7 s          0 s          0 s     0 s           0 s    19 s
-cpu:1              6 s              0 s    11.2 s       1.75 s          0 s     0 s           0 s    19 s
-cpu:2              6 s              0 s    11.2 s       1.75 s          0 s     0 s           0 s    19 s
-cpu:3              6 s              0 s    11.2 s       1.75 s          0 s     0 s           0 s    19 s
-mean             7.5 s              0 s    10.2 s       1.31 s          0 s     0 s           0 s    19 s
-predicted        7.5 s              0 s    10.2 s       1.31 s          0 s     0 s           0 s    19 s
+             computing    recomputation    schedule's bubble    imbalance    transfers    host    stragglers    step
+cpu:0             12 s              0 s                  7 s          0 s          0 s     0 s           0 s    19 s
+cpu:1              6 s              0 s               11.2 s       1.75 s          0 s     0 s           0 s    19 s
+cpu:2              6 s              0 s               11.2 s       1.75 s          0 s     0 s           0 s    19 s
+cpu:3              6 s              0 s               11.2 s       1.75 s          0 s     0 s           0 s    19 s
+mean             7.5 s              0 s               10.2 s       1.31 s          0 s     0 s           0 s    19 s
+predicted        7.5 s              0 s               10.2 s       1.31 s          0 s     0 s           0 s    19 s
 """
 
 
@@ -93,4 +94,15 @@ def test_the_table() -> None:
     """A step of two micro-batches: with equal stages each device would wait for three of 3.75 s."""
     table, _, advice = str(diagnosed(chunks=2, slow={0: 2})).rpartition("\n")
     assert table == TABLE.strip()
-    assert advice.startswith("The largest loss is bubble: 54% of the devices' time. ")
+    assert advice.startswith("The largest loss is schedule's bubble: 54% of the devices' time. ")
+
+
+def test_the_step_with_and_without_its_call() -> None:
+    """Both are called by their names, and what is idle is that of the timeline."""
+    found = diagnosed(chunks=2)
+    line = replace(found.timeline, call=(-0.5, found.timeline.end + 1.5))
+    timed = replace(found, timeline=line, measured=split(line, one_f_one_b(4, 2)))
+    assert timed.head == (
+        "1f1b, 2 micro-batches: 17 s from call to return, 15 s from first to last action, in which devices are idle "
+        f"for {line.bubble:.1%}; the plan predicts 15 s"
+    )

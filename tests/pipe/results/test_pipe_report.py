@@ -17,6 +17,7 @@ from fxpipe.demo.unet import UNet
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Op, Origin
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.build.build_report import special_lines
 from fxpipe.pipe.results.generated_lines import pieces, user_lines
 from tests.helpers.models import TiedWeight
@@ -87,6 +88,7 @@ def test_a_model_with_skips(tmp_path: Path) -> None:
     pipe = fxpipe.compile(UNet(8), devices=4, chunks=4, schedule="1f1b")
     pipe.step(IMAGES, target=IMAGES, loss_fn=mse)
     files, schedule = dict(pipe.files), str(pipe.schedule)
+    peaks = [show_bytes(held) for held in pipe.build.timeline.high_water]
     text = page_of(pipe, tmp_path).text
     assert "UNet, a step in training mode: 47 ops, 52,857 parameters in 37 tensors" in text
     assert "portal, past the stages between" in text
@@ -97,6 +99,8 @@ def test_a_model_with_skips(tmp_path: Path) -> None:
     assert "        max_pool2d = F.max_pool2d(skip3, 2)" in text
     assert "1f1b, predicted" in text
     assert "1f1b, measured" not in text
+    for held in peaks:
+        assert text.count(held) >= 2  # in the table, and in the picture
     assert text.count("No step was timed: pipe.step(..., timeline=True)") == 2
     assert set(files) <= set(text.split())
     assert files["plan.json"] in text
@@ -110,7 +114,16 @@ def test_after_a_timed_step(tmp_path: Path) -> None:
     pipe = fxpipe.compile(UNet(8), devices=2, chunks=2)
     pipe.step(IMAGES, target=IMAGES, loss_fn=mse, timeline=True)
     advice, compared = pipe.diagnose().advice, str(pipe.compare())
-    text = pipe.report(tmp_path / "step.html").read_text()
+    kept = [show_bytes(held) for held in pipe.timeline.high_water]
+    assert [show_bytes(held) for held in pipe.compare().timelines[0][1].high_water] == kept
+    page = Page(pipe.report(tmp_path / "step.html").read_text())
+    for label, held in zip(pipe.timeline.devices, kept, strict=True):
+        assert re.search(
+            rf"{label}[\d.]+ kB[\d.]+ kB{held}", page.text
+        )  # the table; the same in both pictures, and below
+        assert page.text.count(held) >= 5
+    assert "memory with parameters and gradients" in page.text
+    text = (tmp_path / "step.html").read_text()
     assert "No step was timed" not in text
     for told in (advice, compared, "gpipe, predicted", "gpipe, measured"):
         assert escape(told) in text

@@ -40,7 +40,7 @@ def spread(group: Any, schedule: str) -> None:
     assert found is not None
     assert all(other == found for other in pipe.collect(found))
     is_of(pipe, found)
-    assert str(pipe.compare()).splitlines()[-1].startswith("cpu:3 peak memory")
+    assert str(pipe.compare()).splitlines()[-2].startswith("cpu:3 kept for backward")
     diagnosis = pipe.diagnose()
     split, planned = diagnosis.measured, diagnosis.replan()
     assert all(
