@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import ceil
 
+from .units import count
+
 
 def dealt(samples: int, replicas: int) -> tuple[int, ...]:
     """The samples of each replica.
@@ -47,13 +49,14 @@ def fewest(samples: int | None, share: float) -> int:
 def uneven(samples: int, replicas: int) -> str:
     """A text on shares that differ; "" if all replicas have as many samples.
 
-    >>> uneven(5, 3), uneven(2, 8), uneven(6, 3)
-    ('2 of 5 samples on 2 replicas, 1 on 1', '1 of 2 samples on 2 replicas, 0 on 6', '')
+    >>> uneven(5, 3), uneven(1, 3), uneven(6, 3)
+    ('2 of 5 samples on 2 replicas, 1 on 1', '1 of 1 sample on 1 replica, 0 on 2', '')
     """
     small, larger = divmod(samples, replicas)
     if not larger:
         return ""
-    return f"{small + 1} of {samples} samples on {larger} replicas, {small} on {replicas - larger}"
+    among = f"{count(samples, 'sample', 'samples')} on {count(larger, 'replica', 'replicas')}"
+    return f"{small + 1} of {among}, {small} on {replicas - larger}"
 
 
 def in_common(samples: int, senders: int, receivers: int) -> Iterator[tuple[int, int, int]]:
@@ -62,7 +65,7 @@ def in_common(samples: int, senders: int, receivers: int) -> Iterator[tuple[int,
     >>> list(in_common(5, 2, 3))
     [(0, 0, 2), (0, 1, 1), (1, 1, 1), (1, 2, 1)]
     """
-    ours, theirs = (tuple(accumulate(dealt(samples, count))) for count in (senders, receivers))
+    ours, theirs = (tuple(accumulate(dealt(samples, n))) for n in (senders, receivers))
     i = j = at = 0
     while at < samples:
         end = min(ours[i], theirs[j])

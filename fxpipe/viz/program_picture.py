@@ -1,7 +1,7 @@
 """A program as a picture: the stages as cards with their devices, and the values that move between them.
 
           ╭──────── skip ────────╮              portals above: values that pass over stages
-inputs   ╭┴────────╮         ╭───▼─────╮
+inputs   ╭┴────────╮         ╭───▼─────╮      (inputs and outputs that do so have another colour)
 image  ─▶│ stage 0 │── x ───▶│ stage 2 │─▶ y    between neighbours, arrows
          ╰┬────────╯         ╰───▲─────╯
           ╰┄┄┄┄ embed.weight ┄┄┄┄╯              loans below: tensors of the model that stages share
@@ -140,12 +140,35 @@ def _modules(stage: Stage) -> list[str]:
     """The modules whose code runs here, outermost names that tell them apart from other code; ops outside of any
     module by their own name."""
     names = list(dict.fromkeys(op.origin.module or op.name for op in stage.ops))
-    while len(names) > MODULES and any("." in name for name in names):
+    many = len(names) > MODULES
+    while len(_ranges(names) if many else names) > MODULES and any("." in name for name in names):
         deepest = max(name.count(".") for name in names)
         short = (name.rsplit(".", 1)[0] if name.count(".") == deepest else name for name in names)
         names = list(dict.fromkeys(short))
+    names = _ranges(names) if many else names
     names = [name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :] for name in names]
     return names if len(names) <= MODULES else [*names[: MODULES - 1], f"… {len(names) - MODULES + 1} more"]
+
+
+def _ranges(names: Sequence[str]) -> list[str]:
+    """The names, with those of neighbours in a list of modules as one.
+
+    >>> _ranges(["norm", "blocks.6", "blocks.7", "blocks.9", "3", "4"])
+    ['norm', 'blocks.6-7', 'blocks.9', '3-4']
+    """
+    runs: list[tuple[str, int, int] | str] = []
+    for name in names:
+        parent, dot, last = name.rpartition(".")
+        before = runs[-1] if runs else ""
+        if not last.isdecimal():
+            runs.append(name)
+        elif not isinstance(before, str) and before[0] == parent + dot and before[2] + 1 == int(last):
+            runs[-1] = (before[0], before[1], int(last))
+        else:
+            runs.append((parent + dot, int(last), int(last)))
+    return [
+        run if isinstance(run, str) else f"{run[0]}{run[1]}" + (f"-{run[2]}" if run[2] > run[1] else "") for run in runs
+    ]
 
 
 def _counts(program: Program, stage: Stage) -> str:
@@ -175,8 +198,8 @@ def _facts(program: Program) -> str:
     stages = _count(len(program.stages), "stage")
     devices = _count(len(set(program.devices)), "device")
     parameters = _count(sum(_parameters(program, stage) for stage in program.stages), "parameter")
-    portals = _count(len(program.portals), "portal")
-    return f"{stages} on {devices}, {parameters}, {portals}"
+    portals = f", {_count(len(program.portals), 'portal')}" if program.portals else ""
+    return f"{stages} on {devices}, {parameters}{portals}"
 
 
 def _caller(card: _Card, name: str) -> Iterator[str]:
@@ -214,7 +237,7 @@ def _bow(cards: Mapping[int, _Card], arcs: Sequence[_Arc], arc: _Arc, up: bool) 
     leaving = sorted((a for a in arcs if a.source == arc.source), key=lambda a: a.level)
     x1 = source.right - 20 - _pitch(source, leaving) * leaving.index(arc)
     level, r, back = _level(source, arc, up), 12.0, -1.0 if up else 1.0
-    kind, dash = ("arc", None) if up else ("loan", "5 4")
+    kind, dash = _kind(cards, arc, up), None if up else "5 4"
     begin, bend = _edge(source, up) + back * 3, level - back * r
     path = f"M {x1:.2f} {begin:.2f} V {bend:.2f} Q {x1:.2f} {level:.2f} {x1 + r:.2f} {level:.2f}"
     for target in (cards[index] for index in arc.targets):
@@ -225,6 +248,12 @@ def _bow(cards: Mapping[int, _Card], arcs: Sequence[_Arc], arc: _Arc, up: bool) 
         path += "" if target.index == arc.targets[-1] else f" M {x2 - r:.2f} {level:.2f}"  # go on from the branch
         yield arrow_head(x2, end + back * 3, kind, (0, back))
     yield tag("path", d=path, class_=f"{kind}-stroke", stroke_width=1.8, stroke_dasharray=dash)
+
+
+def _kind(cards: Mapping[int, _Card], arc: _Arc, up: bool) -> str:
+    """The colour of an arc: what comes from the caller, or goes only there, is no portal, but as other inputs."""
+    caller = arc.source == -1 or arc.targets == (max(cards),)
+    return "loan" if not up else "flow" if caller else "arc"
 
 
 def _pitch(card: _Card, arcs: Sequence[_Arc]) -> float:
@@ -238,7 +267,7 @@ def _name(cards: Mapping[int, _Card], arc: _Arc, up: bool) -> Iterator[str]:
     middle, level = (source.right + cards[arc.source + 1].x) / 2, _level(source, arc, up)
     wide = text_width(arc.label, 11, mono=True) + 10
     yield tag("rect", x=middle - wide / 2, y=level - 9, width=wide, height=18, class_="page")
-    yield words(arc.label, middle, level + 4, f"{'arc' if up else 'loan'} mono", 11, text_anchor="middle")
+    yield words(arc.label, middle, level + 4, f"{_kind(cards, arc, up)} mono", 11, text_anchor="middle")
 
 
 def _level(card: _Card, arc: _Arc, up: bool) -> float:

@@ -20,6 +20,7 @@ from math import fsum, prod
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy, cut
+from fxpipe.ir.units import count
 
 from .svg_elements import ink_on, page, tag, text_width, words
 
@@ -75,13 +76,17 @@ def draw(graph: OperatorGraph, strategy: Strategy, cluster: Cluster, facts: str 
     colors = _colors(cluster)
     body = [
         words(graph.name, MARGIN, 36, size=17, font_weight=600),
-        words(facts or f"{len(drawn)} operators on {len(cluster.devices)} devices", MARGIN, 57, "soft", 12.5),
+        words(facts or _facts(len(drawn), len(cluster.devices)), MARGIN, 57, "soft", 12.5),
         *(_names(layout, sheet) if layout.rows else _edges(drawn, sheet)),
     ]
     for operator in drawn:
         body += _box(operator, configs[operator.name], sheet, colors)
     legend, bottom = _legend(cluster, colors, sheet)
     return page(sheet.right, bottom + 24, graph.name, [*body, *legend])
+
+
+def _facts(operators: int, devices: int) -> str:
+    return f"{count(operators, 'operator', 'operators')} on {count(devices, 'device', 'devices')}"
 
 
 def _sheet(layout: _Layout, width: float) -> _Sheet:

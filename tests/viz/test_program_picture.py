@@ -6,6 +6,7 @@ import operator
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 
 from fxpipe.ir.graph.graph import Graph, Op, Origin, State
 from fxpipe.ir.graph.value_types import TensorType
@@ -70,14 +71,24 @@ def test_what_it_says() -> None:
         "recomputes all but the last", "x", "f32[b, 4, 4, 4]", "skip", "mask", "down.weight", "down", "cat", "head",
     ):  # fmt: skip
         assert word in said
-    assert "middle" in said  # nine modules inside it would not fit
+    assert "middle.0-8" in said  # nine names would not fit
+
+
+def test_a_part_of_a_list_is_a_range() -> None:
+    """Also where its items are several modules each, and with what is beside them."""
+    parts = [f"blocks.{i}.{part}" for i in (6, 7) for part in ("norm", "attention.qkv", "attention.out", "mlp")]
+    ops = tuple(op(f"o{at}", module) for at, module in enumerate([*parts, "norm", "blocks.11.norm"]))
+    said = texts(draw(replace(PROGRAM, stages=(replace(STAGES[0], ops=ops), *STAGES[1:]))))
+    start = said.index("blocks.6-7")
+    assert said[start + 1 : start + 3] == ["norm", "blocks.11"]
+    assert "blocks" not in said
 
 
 def test_arcs() -> None:
-    """Two portals above, one loan below; the longer portal above the other."""
+    """A portal and an input above, one loan below; the longer of the first two above the other."""
     picture = ET.fromstring(draw(PROGRAM))
     paths = [(path.attrib["class"], path.attrib["d"]) for path in picture.iter(f"{SVG}path")]
-    assert [class_ for class_, _ in paths] == ["arc-stroke", "arc-stroke", "loan-stroke"]
+    assert [class_ for class_, _ in paths] == ["arc-stroke", "flow-stroke", "loan-stroke"]  # the mask is an input
     level = [float(re.search(r"Q \S+ (\S+)", d)[1]) for _, d in paths]  # type: ignore[index]
     top = min(float(r.attrib["y"]) for r in picture.iter(f"{SVG}rect") if r.get("class") == "card")
     assert level[1] < level[0] < top < level[2]  # skip, mask and the loan; y grows downwards
@@ -97,4 +108,4 @@ def test_one_arc_for_all_that_go_the_same_way() -> None:
 def test_one_stage() -> None:
     moves = (Move("image", -1, 0), Move("x", 0, 1))
     program = Program(PROGRAM.graph, STAGES[:1], moves, (), VALUES)
-    assert "1 stage on 1 device, 36 parameters, 0 portals" in texts(draw(program))
+    assert "1 stage on 1 device, 36 parameters" in texts(draw(program))

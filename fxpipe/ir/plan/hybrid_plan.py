@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.replica_shares import uneven
+from fxpipe.ir.units import count
 
 from .model_states import OPTIMIZER_SHARDINGS, ZERO
 
@@ -179,7 +180,8 @@ def check(plan: HybridPlan, layers: int, devices: int) -> None:
 def show(plan: HybridPlan) -> str:
     """A table, one stage per line."""
     when = "at the end" if plan.all_reduce == "end" else "overlapped"
-    head = f"{plan.model}: {len(plan.stages)} stages {shape(plan.stages)}, {plan.micro_batches} micro-batches, "
+    stages = count(len(plan.stages), "stage", "stages")
+    head = f"{plan.model}: {stages} {shape(plan.stages)}, {count(plan.micro_batches, 'micro-batch', 'micro-batches')}, "
     head += f"{plan.warmup} warm-up, all-reduce {when}"
     head += tensor_parallel(plan.stages)
     if plan.shards_optimizer:

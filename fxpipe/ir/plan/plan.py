@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import at_least, from_plain, one_of, parse, to_plain, write
 from fxpipe.ir.drawable import Drawable
+from fxpipe.ir.units import count
 
 from .model_states import OPTIMIZER_SHARDINGS
 
@@ -130,7 +131,8 @@ def _same_ops(planned: Collection[str], captured: Collection[str]) -> None:
 def show(plan: Plan) -> str:
     """One stage per line."""
     schedule = plan.schedule.split(":")[0]
-    head = f"{plan.model}: {len(plan.stages)} stages, {plan.chunks} micro-batches, {schedule}"
+    stages, chunks = count(len(plan.stages), "stage", "stages"), count(plan.chunks, "micro-batch", "micro-batches")
+    head = f"{plan.model}: {stages}, {chunks}, {schedule}"
     lines = [
         f"  stage {index} on {', '.join(stage.devices)}: {_ops(stage)}, recompute {stage.checkpoint}"
         for index, stage in enumerate(plan.stages)
@@ -139,7 +141,7 @@ def show(plan: Plan) -> str:
 
 
 def _ops(stage: StagePlan) -> str:
-    return f"{len(stage.ops)} ops, {stage.ops[0]} .. {stage.ops[-1]}" if stage.ops else "no ops"
+    return f"{count(len(stage.ops), 'op', 'ops')}, {stage.ops[0]} .. {stage.ops[-1]}" if stage.ops else "no ops"
 
 
 def dump(plan: Plan) -> str:

@@ -39,11 +39,11 @@ def explain(build: Build, backend: Backend | None = None) -> str:
 
 def summary(build: Build, backend: Backend | None = None) -> str:
     """What is above the table: stages, micro-batches, schedule, where the times are from, and who compiles stages."""
-    n, devices = len(build.program.stages), len(set(build.program.devices))
+    stages, devices = count(len(build.program.stages), "stage", "stages"), len(set(build.program.devices))
     where = f" on {count(devices, 'device', 'devices')}" if build.program.pipeline else ""
     chunks = count(build.plan.chunks, "micro-batch", "micro-batches")
     head = (
-        f"{build.graph.model}: {n} stages{where}, {chunks}, {build.schedule.name}; times {build.profile.source} for a "
+        f"{build.graph.model}: {stages}{where}, {chunks}, {build.schedule.name}; times {build.profile.source} for a "
         f"micro-batch of {build.profile.batch}"
     )
     if backend is not None:

@@ -70,7 +70,8 @@ def _model(made: Build) -> str:
     parameters = sum(kind.numel({}) for kind in kinds if isinstance(kind, TensorType))
     what = "a step" if graph.loss is not None else "a call"
     mode = "in training mode" if graph.training else "in evaluation mode"
-    told = f"{what} {mode}: {count(len(graph.ops), 'op', 'ops')}, {parameters:,} parameters in {len(kinds)} tensors"
+    told = f"{what} {mode}: {count(len(graph.ops), 'op', 'ops')}, {parameters:,} parameters in "
+    told += count(len(kinds), "tensor", "tensors")
     rows = [(one.path, str(one.type), "whole" if one.batch_dim is None else f"cut along dimension {one.batch_dim}")
             for one in graph.inputs]  # fmt: skip
     return paragraph(f"{graph.model}, {told}.", "") + table(("input", "type", "micro-batches"), rows, text=True)

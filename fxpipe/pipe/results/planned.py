@@ -33,7 +33,7 @@ from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.ir.replica_shares import uneven
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
-from fxpipe.ir.units import show_bytes, show_seconds
+from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, RequestWay
 from fxpipe.schedules.simulate.hybrid_costs import order_of, rows, simulate_hybrid, stage_cost
 from fxpipe.viz import chrome_trace as trace
@@ -98,15 +98,15 @@ class Planned(Drawable):
     def __str__(self) -> str:
         """The figures of the step, and a row for each stage."""
         line, layers = self.timeline, self.layers
-        counts = f"{layers.micro_batches} micro-batches of {self.chain.batch:g}"
+        counts = f"{count(layers.micro_batches, 'micro-batch', 'micro-batches')} of {self.chain.batch:g}"
         shares = ", ideal shares" if self.chain.ideal_shares else ""
         shares += hybrids.tensor_parallel(layers.stages)
         if layers.shards_optimizer:
             shares += f", {ZERO[layers.optimizer_sharding]}"
         head = [
-            f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
-            f"{counts}, {self.plan.schedule}{shares}",
-            f"{show_seconds(line.makespan)} per step of {self.batch} samples, "
+            f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of "
+            f"{count(len(self.cluster.devices), 'device', 'devices')}, {counts}, {self.plan.schedule}{shares}",
+            f"{show_seconds(line.makespan)} per step of {count(self.batch, 'sample', 'samples')}, "
             f"{self.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}{_use(self)}",
         ]
         costs = ("forward", "backward", "busy", *KINDS, "memory", "sends", "recompute")
@@ -269,9 +269,10 @@ def _uneven(planned: Planned) -> Iterator[str]:
     if samples is None:
         return
     if batch % m:
+        larger = f"{batch % m} micro-batch{' has' if batch % m == 1 else 'es have'}"
         yield (
-            f"{batch} samples do not share out evenly: {batch % m} micro-batches have {samples}, and {m - batch % m} "
-            f"have {samples - 1}; the times are for {samples}"
+            f"{batch} samples do not share out evenly: {larger} {samples}, and {m - batch % m} "
+            f"{'has' if m - batch % m == 1 else 'have'} {samples - 1}; the times are for {samples}"
         )
     for s, stage in enumerate(planned.layers.stages):
         if text := uneven(samples, stage.replicas):

@@ -139,10 +139,10 @@ class Searched(Drawable):
 def facts(found: Searched) -> str:
     """A line: the time of a step, the speed-up over data parallelism, micro-batches, and what is recomputed."""
     times = found.data_parallel.seconds / found.seconds if found.seconds else 1.0
-    devices, number = len(found.cluster.devices), found.strategy.micro_batches
+    devices, number = count(len(found.cluster.devices), "device", "devices"), found.strategy.micro_batches
     again, placed = len(found.strategy.group_of), sum(operator.kind != "input" for operator in found.graph)
     return (
-        f"{show_seconds(found.seconds)} a step on {devices} devices, {times:.2f} times as fast as data parallel"
+        f"{show_seconds(found.seconds)} a step on {devices}, {times:.2f} times as fast as data parallel"
         + (f"; {number} micro-batches" if number > 1 else "")
         + (f"; {again} of {count(placed, 'operator', 'operators')} recomputed" if again else "")
     )

@@ -397,11 +397,11 @@ def test_says_what_is_wrong(change, message):
 
 def test_prints():
     found = ask(GOOD, servers(2, 1, 1e9, 1e9, 0), 8, micro_batches=4, warmup="early")
-    assert str(found.plan).startswith("m: 1 stages DP, 4 micro-batches, early warm-up, all-reduce at the end\n")
+    assert str(found.plan).startswith("m: 1 stage DP, 4 micro-batches, early warm-up, all-reduce at the end\n")
     assert str(found.certificate).startswith("proven optimal: no plan takes less than 24 s")
     ideal = replace(GOOD, ideal_shares=True)
     found = ask(ideal, servers(2, 1, 1e9, 1e9, 0), 4, micro_batches=4, warmup="early")
-    assert str(found.plan).startswith("m: 1 stages DP, 4 micro-batches, early warm-up, all-reduce at the end, ideal sh")
+    assert str(found.plan).startswith("m: 1 stage DP, 4 micro-batches, early warm-up, all-reduce at the end, ideal sh")
     assert str(found.certificate).startswith("proven optimal, with ideal shares: no plan takes less than 12 s")
 
 
