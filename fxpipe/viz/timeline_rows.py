@@ -14,7 +14,7 @@ from fxpipe.ir.units import show_bytes, show_seconds
 from .svg_elements import ink_on, shade, tag, text_width, words
 
 ROW, GAP, STRIP, LANE = 30.0, 8.0, 22.0, 9.0  # heights: device row, between rows, memory, link
-PADDING = 3.5  # pixels of a box beside its number; some fonts have wider digits than `text_width` says
+PADDING = 2.0  # pixels of a box beside its number
 SHARES = 76.0  # pixels to the right of the time axis
 
 
@@ -129,14 +129,19 @@ def _box(frame: Frame, window: Window, span: Span, y: float, height: float) -> I
         text, below = span.label, ""
     tries = [(size, below, small) for size, small in ((12, 8), (10, 8), (8, 6.5))]
     tries += [(size, "", 0) for size, _, _ in tries if below]  # without its stage, if there is no room for both
-    fits = [one for one in tries if text_width(text, one[0]) + text_width(one[1], one[2]) + PADDING <= wide]
+    fits = [one for one in tries if text_width(text, one[0]) + _lower_width(*one[1:]) + PADDING <= wide]
     if height >= ROW and fits:
         size, below, small = fits[0]
         lower = tag("tspan", below, dy=3, font_size=small) if below else ""
-        both = text_width(text, size) + text_width(below, small)  # not every program centres a text of two sizes
+        both = text_width(text, size) + _lower_width(below, small)  # not every program centres a text of two sizes
         at, anchor = (x + (wide - both) / 2, None) if below else (x + wide / 2, "middle")
         style = {"text_anchor": anchor, "fill": ink_on(color), "pointer_events": "none"}
         yield tag("text", text + lower, x=at, y=y + height / 2 + 0.36 * size, font_size=size, **style)
+
+
+def _lower_width(text: str, size: float) -> float:
+    """The width of a small number beside another; some fonts have wider digits than `text_width` says."""
+    return text_width(text, size) + 1.5 if text else 0.0
 
 
 def _left_out(frame: Frame, y: float) -> Iterator[str]:

@@ -90,8 +90,9 @@ def test_a_stage_number_stays_in_its_box() -> None:
         small = node.find(f"{SVG}tspan")
         x, wide = edges[int(node.text or "")]
         size, lower = float(node.attrib["font-size"]), 0.0 if small is None else float(small.attrib["font-size"])
-        needs = text_width(node.text or "", size) + text_width("" if small is None else small.text or "", lower)
-        assert needs + 3 <= wide
+        needs = text_width(node.text or "", size)
+        needs += 0.0 if small is None else text_width(small.text or "", lower) + 1.5
+        assert needs + 1.9 <= wide
         if small is not None:
             assert float(node.attrib["x"]) == pytest.approx(x + (wide - needs) / 2, abs=0.02)
         sizes.append((size, lower))
