@@ -140,13 +140,13 @@ class Timeline(Drawable):
         return {where: tuple(row) for where, row in rows.items()}
 
 
-def with_memory(timeline: Timeline, counted: Timeline) -> Timeline:
+def with_memory_of(timeline: Timeline, counted: Timeline) -> Timeline:
     """The timeline with the memory of `counted`, another run of the same step. If that was counted when each action of
     a device began and ended, it moves to when they do so here; else only the peak is known."""
-    found = []
-    for device, steps in zip(counted.devices, counted.memory, strict=True):
+    found, memory = [], dict(zip(counted.devices, counted.memory, strict=True))
+    for device in timeline.devices:
         moments = [at for span in timeline.on(device) for at in (span.start, span.end)]
-        held = [bytes for _, bytes in steps]
+        held = [amount for _, amount in memory[device]]
         same = len(moments) == len(held) and _actions(timeline, device) == _actions(counted, device)
         found.append(tuple(zip(moments, held, strict=True)) if same else ((timeline.start, max(held, default=0)),))
     return replace(timeline, memory=tuple(found), counts=counted.counts)

@@ -31,7 +31,7 @@ from fxpipe.ir.program.device_programs import DevicePrograms
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
-from fxpipe.ir.timeline import Timeline, with_memory
+from fxpipe.ir.timeline import Timeline, with_memory_of
 from fxpipe.pipe.build.build import Build, rehearsed
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
@@ -188,7 +188,7 @@ class Pipe(DropInModule):
             check_rehearsal(made)
             times, outputs, memory = processes.rehearse(kinds.live(made), inputs, self.options.chunks, rounds, kind)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
-            self._state.rehearsed = made, with_memory(rehearsed(made, chunks, times), memory)
+            self._state.rehearsed = made, with_memory_of(rehearsed(made, chunks, times), memory)
             return outputs
 
         def call(given: CallArguments) -> None:
@@ -362,8 +362,8 @@ class Pipe(DropInModule):
         simulation with the profile.
 
         The memory of a CPU worker is the most bytes that are kept for its backward at any moment, without parameters,
-        each storage counted once: predicted exactly, by a run of the step on meta tensors; if that is not possible, the
-        table shows the estimate of the profile, and a line says why."""
+        each storage counted once: predicted exactly, by a run of the step on meta tensors, or by that of `rehearse`; if
+        there is none, by the profile. A line below the table says which."""
         timed = self._timed()
         with self._state.lock:
             return beside_predicted(self._state.cache, timed, self._state.rehearsed)

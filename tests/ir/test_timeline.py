@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.schedule_measures import bubble
 from fxpipe.ir.schedule.schedule import Costs, parse
-from fxpipe.ir.timeline import KEPT, Span, Timeline, check, compare, dump, even, load, show, with_memory
+from fxpipe.ir.timeline import KEPT, Span, Timeline, check, compare, dump, even, load, show, with_memory_of
 
 # Two devices, a value from one to the other: forward 2 ms, transfer 1 ms, backward 3 ms.
 #
@@ -92,7 +92,7 @@ def test_memory_of_another_run_moves_with_the_actions() -> None:
     half = replace(STEP, spans=tuple(replace(span, start=span.start / 2, end=span.end / 2) for span in STEP.spans))
     counted = tuple((at / 2, number) for number, at in enumerate(ends))
     half = replace(half, memory=(counted, ((0.0, 3), (0.001, 7))), counts=KEPT)
-    found = with_memory(STEP, half)
+    found = with_memory_of(STEP, half)
     assert found.memory == (tuple((at, number) for number, at in enumerate(ends)), ((STEP.start, 7),))
     assert (found.spans, found.counts) == (STEP.spans, KEPT)
     assert "kept for backward" in show(found).splitlines()[1]

@@ -9,13 +9,12 @@ from typing import Any
 
 from fxpipe.engines.local.memory_dry_run import memory_of_step
 from fxpipe.errors import FxpipeError, PlanError
-from fxpipe.ir import timeline as timelines
 from fxpipe.ir.graph.graph import Graph, is_opaque, op_name
 from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.schedule.sub_schedule import only
-from fxpipe.ir.timeline import Timeline, compare
+from fxpipe.ir.timeline import Timeline, compare, with_memory_of
 from fxpipe.pipe.build.build import Build, draft, predict
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.options.compile_options import Options
@@ -131,7 +130,7 @@ def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[T
     if odd is None and not any(stage.replicas for stage in made.plan.stages):
         try:
             found = memory_of_step(cache.live(made).step_scheduler, timed.inputs, cache.options.chunks)
-            return timelines.with_memory(predicted, found), DRY_RUN
+            return with_memory_of(predicted, found), DRY_RUN
         except Exception as error:  # the model reads values, and meta tensors have none
             odd = str(error).partition("\n")[0]
     return predicted, f"memory is estimated: {odd or 'stages have replicas'}"
