@@ -47,7 +47,6 @@ class Trained:
             self.step = partial(self.pipe.step, *args, loss_fn=total)
             self.step(timeline=True)
         timeline = self.pipe.timeline
-        assert timeline is not None
         self.most, self.predicted = max(timeline.high_water), predict(self.pipe.build, CHUNKS).makespan
         self.modes = ", ".join(stage.checkpoint for stage in self.pipe.build.plan.stages)
         self.seconds: list[float] = []

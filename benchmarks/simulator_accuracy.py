@@ -206,7 +206,6 @@ class Trial:
         self.predicted.append(self.pipe.rehearse(case.x, target=case.target, loss_fn=case.loss, rounds=1))
         self.steps.append(self.step())
         self.step(timeline=True)
-        assert self.pipe.timeline is not None
         self.measured.append(self.pipe.timeline)
 
     def step(self, timeline: bool = False) -> float:

@@ -41,7 +41,6 @@ def main() -> None:
         model, images = Vgg(), torch.zeros(32, 3, 224, 224)
     planned = fxpipe.plan(model, "C", batch_size=1024, example_inputs=images, time_limit=120)
     print(planned)
-    print(f"\n{planned.certificate}")
     for planner in ("data parallel", "dapple", "straight"):
         other = fxpipe.plan(model, "C", batch_size=1024, example_inputs=images, planner=planner)
         print(f"{planner}: {other.seconds / planned.seconds:.2f} times as long")

@@ -19,8 +19,8 @@ from torch import fx
 from fxpipe.errors import PlanError
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.compile_table import COMPILE
-from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.read_options import read_options
+from fxpipe.pipe.options.unknown_options import refuse_unknown
 
 if TYPE_CHECKING:
     from fxpipe.pipe.build.compiled_graph import Compiled, Way
@@ -81,7 +81,9 @@ def checked(asked: Mapping[str, Any], mode: str | None) -> Options:
             "order; for others, write pipe = fxpipe.compile(model, ..., schedule=...) and pipe.step(...)"
         )
     if "plan" not in asked and not {"devices", "chunks"} <= asked.keys():
-        raise PlanError('say how many: torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})')
+        raise PlanError(
+            'say how many, as in torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})'
+        )
     return read_options(asked)
 
 

@@ -21,9 +21,9 @@ from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.compile_options import backend_of, check
 from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import check as check_values
-from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import LOAD
 from fxpipe.pipe.options.read_options import read_options
+from fxpipe.pipe.options.unknown_options import refuse_unknown
 from fxpipe.pipe.pipe import Pipe
 from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here

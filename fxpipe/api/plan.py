@@ -26,8 +26,8 @@ from fxpipe.ir.units import count, show_seconds
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
-from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
+from fxpipe.pipe.options.unknown_options import refuse_unknown
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.find_plan import find_plan, most_sharding
 from fxpipe.pipe.results.planned import Planned, SampleWork

@@ -30,7 +30,7 @@ from fxpipe.profiling.cast_types import cast
 from fxpipe.runtime import accelerator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelProfile(Profile):
     """A profile with its model, so that `fxpipe.plan` can cut the model.
 

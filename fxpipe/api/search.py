@@ -20,8 +20,8 @@ from fxpipe.ir.units import count
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
-from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import SEARCH, read_cluster
+from fxpipe.pipe.options.unknown_options import refuse_unknown
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.operators.reading.read_operators import read
@@ -32,9 +32,9 @@ from .profile import profile
 def search(
     what: nn.Module | OperatorGraph,
     cluster: Cluster | str,
+    batch_size: int | None = None,
     *,
     example_inputs: Any = None,
-    batch: int | None = None,
     micro_batches: int | str = 1,
     budget: float = 60,
     seed: int = 0,
@@ -51,7 +51,7 @@ def search(
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a
       `fxpipe.ir.operators.operators.OperatorGraph`.
     - `cluster`: a `Cluster`, or the name of a published one, as for `fxpipe.plan`: "p100:4" has four P100s.
-    - `batch`: samples in a step; if not given, as many as the inputs have.
+    - `batch_size`: samples in a step; if not given, as many as the inputs have.
     - `micro_batches`: into how many equal parts the samples of a step are cut. They run one after the other, and their
       gradients are added up: a device keeps the activations of one of them at a time. "auto": the number that divides
       the batch and with which the step is the fastest; with BatchNorm, 1.
@@ -80,7 +80,7 @@ def search(
     if isinstance(what, OperatorGraph):
         graph = what if dtype is None else replace(what, dtype=dtype, element=DTYPES[STORED[dtype]].size)
     else:
-        graph = operators_of(what, where, example_inputs, batch, dtype)
+        graph = operators_of(what, where, example_inputs, batch_size, dtype)
     try:
         # Imported here because it needs numba, which only the search does.
         from fxpipe.planning.operators.strategy_search import compile_core
@@ -110,15 +110,15 @@ def search(
 
 
 def operators_of(
-    model: nn.Module, cluster: Cluster, example_inputs: Any, batch: int | None, dtype: str | None = None
+    model: nn.Module, cluster: Cluster, example_inputs: Any, batch_size: int | None, dtype: str | None = None
 ) -> OperatorGraph:
-    """The operators of a model, for a batch of `batch` samples (None: those of `example_inputs`)."""
+    """The operators of a model, for a batch of `batch_size` samples (None: those of `example_inputs`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"cannot search for a {type(model).__name__}: give a model, or a graph of operators")
     if example_inputs is None:
         raise PlanError("a strategy is for a kind of call: say which, as in example_inputs=(x,)")
     args, kwargs = as_call(example_inputs)
-    known = profile(model, *args, device=cluster, batch=batch, reduce="mean", dtype=dtype, **kwargs)
+    known = profile(model, *args, device=cluster, batch=batch_size, reduce="mean", dtype=dtype, **kwargs)
     with timed("operators"):
         made = read(known.graph, known.sizes).operators
         put_out = sum(operator.elements for operator in made if operator.kind != "input") * made.element

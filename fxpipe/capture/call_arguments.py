@@ -22,7 +22,7 @@ from fxpipe.capture.tracing.storageless_tensors import dense, hollow
 from fxpipe.capture.twins.argument_objects import ArgumentObjects
 from fxpipe.capture.twins.script_twin import forward_signature
 from fxpipe.capture.twins.untraced_lists import counts_of_others, rows_by_counts, untraced_lists, within
-from fxpipe.errors import InputError, did_you_mean
+from fxpipe.errors import InputError, did_you_mean, nearest
 from fxpipe.ir.sample_lists import BatchDim, RowCounts
 from fxpipe.torch_internals.tracing.tensors_without_memory import let_vary
 
@@ -275,9 +275,10 @@ class Arguments:
         try:
             forward(*args, **kwargs)  # it cannot be called so, and Python's own error says why
         except TypeError as error:
-            known = (*self.signature.parameters, *(STEP if step else ()))
-            near = [did_you_mean(name, known) for name in kwargs if name not in self.signature.parameters]
-            error.add_note(f"it is {type(self.model).__name__}.forward{self.signature}{''.join(near)}")
+            own, others = tuple(self.signature.parameters), STEP if step else ()
+            near = [nearest(name, (*own, *others)) for name in kwargs if name not in own]
+            told = ["; did you mean " + (repr(one) if one in own else f"step's {one}=") + "?" for one in near if one]
+            error.add_note(f"it is {type(self.model).__name__}.forward{self.signature}{''.join(told)}")
             if step:
                 error.add_note(
                     "what step() is given goes to the model, but for its own options: write "

@@ -25,6 +25,7 @@ from .transformer import PixelTransformer
 from .unet import UNet
 
 BATCH = 64
+SHOWN = 12  # lines of generated code
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,11 @@ def demo(
     out: Path = Path("fxpipe-demo"),
     schedule: str | None = None,
 ) -> None:
-    """Train both models for `steps` steps; print plan, losses, schedule and code; files and pictures go to `out`.
+    """Train both models for `steps` steps; print plan, losses, schedule and some code; a report, pictures and the
+    generated package of each go to `out`.
 
-    Without a schedule the pipe is called like the model, and autograd runs backward; with one, `step` runs both."""
+    Without a schedule the pipe is called like the model, and autograd runs backward; with one, `step` runs both, and
+    the last step is timed."""
     torch.manual_seed(0)
     images = digits()
     for task in (denoising(images), next_pixel(images)):
@@ -92,16 +95,26 @@ def demo(
         print(f"\n== {task.name} ==\n\n{pipe.explain()}\n")
         print(compare_gradients(task, pipe, plain))
         print(train(task, pipe, plain, steps, by_step=schedule is not None))
-        pipe.save(folder / "package", overwrite=True)
-        pipe.build.timeline.draw(folder / "schedule.svg")
         print(f"\n{pipe.schedule}\n")
-        if pipe.timeline is not None:
-            print(f"the last step, as measured\n{bars(pipe.timeline)}\n")
-            pipe.timeline.draw(folder / "measured.svg")
-        shown = min(1, len(pipe.stages) - 1)
-        print(f"stage {shown} as generated, in {folder / 'package'} with the others:\n\n{pipe.stages[shown].source}")
-        print(f"the schedule as a picture: {folder / 'schedule.svg'}")
+        timeline = pipe.build.timeline if schedule is None else pipe.timeline
+        if schedule is not None:
+            print(f"the last step, as measured\n{bars(timeline)}\n")
+        pipe.save(folder / "package", overwrite=True)
+        pipe.draw(folder / "stages.svg")
+        timeline.draw(folder / "timeline.svg")
+        pipe.report(folder / "report.html")
+        if isinstance(task.model, UNet):
+            shown = min(1, len(pipe.stages) - 1)
+            print(f"how stage {shown} begins, as generated:\n\n{beginning(pipe.stages[shown].source)}\n")
+        print(f"written to {folder}: report.html (open it), stages.svg, timeline.svg, package/")
         pipe.close()
+    print("Next: docs/start.md, your own model as a pipeline")
+
+
+def beginning(source: str) -> str:
+    """The first lines of the forward of a stage."""
+    forward = source[source.index("    def forward") :].splitlines()
+    return "\n".join([*forward[:SHOWN], "        ..."])
 
 
 def compare_gradients(task: Task, pipe: Pipe, plain: nn.Module) -> str:

@@ -85,6 +85,8 @@ class Timeline(Drawable):
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     @cached_property
     def start(self) -> float:
         return min((span.start for span in self.spans), default=0.0)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from inspect import isfunction
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import FxpipeError, PlanError
+from fxpipe.errors import FxpipeError, PlanError, nearest
 from fxpipe.pipe.options.option_forms import shown
 from fxpipe.torch_internals.capability import check_torch
 from fxpipe.torch_internals.compiling.stage_compiler import calls_through, left_alone, set_compiler
@@ -27,6 +27,7 @@ from .libraries.library_model import class_for_libraries, device_map, method_of
 from .processes import Processes, Tensors
 
 RUNNING = {"step", "rehearse", "prepare", "verify"}  # methods that run or capture the model
+NOT_TIMED = "no step was timed yet: call pipe.step(..., timeline=True) first"
 F = TypeVar("F", bound=Callable[..., Any])
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -172,7 +173,15 @@ class DropInModule(nn.Module):
         if name in ("model", "_state"):  # not set yet, while a copy or pickle is being made
             raise AttributeError(name)
         own = method_of(self, name)
-        return self._state.tensors.attribute(self, name) if own is None else own
+        if own is not None:
+            return own
+        kind: Any = type(self)
+        try:
+            return self._state.tensors.attribute(self, name)
+        except AttributeError as error:
+            if not name.startswith("_") and (near := nearest(name, own_names(kind))):
+                error.add_note(f"did you mean {near!r} of the pipe?")
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         """New attributes are set on the model: `pipe.temperature = 0.5`, `pipe.head = nn.Linear(8, 4)`."""
@@ -267,6 +276,12 @@ class DropInModule(nn.Module):
         the same values."""
         with self._state.lock:
             return self._state.tensors.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+@cache
+def own_names(kind: type[Any]) -> tuple[str, ...]:
+    """The public attributes that a pipe of this class has and an nn.Module has not."""
+    return tuple(name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name))
 
 
 for name, method in vars(nn.Module).items():

@@ -48,7 +48,7 @@ from fxpipe.pipe.verify.verification import Verified, verify
 from fxpipe.runtime import Stage
 from fxpipe.runtime.microbatch import split_sizes
 
-from .drop_in_module import DropInModule, Forward, State, check_grad
+from .drop_in_module import NOT_TIMED, DropInModule, Forward, State, check_grad
 from .libraries.step_arguments import without_cache
 from .materialize import Init, materialize
 from .processes import Processes, StepOptions, Tensors
@@ -317,10 +317,11 @@ class Pipe(DropInModule):
         return self.build.schedule
 
     @property
-    def timeline(self) -> Timeline | None:
-        """When each action of the last `step(..., timeline=True)` ran; None if there was none. Prints as a table.
-        `fxpipe.viz.text_timeline.bars` makes bars for a terminal of it, `chrome_trace.trace` a file for Perfetto."""
-        return None if self._state.timed is None else self._state.timed.timeline
+    def timeline(self) -> Timeline:
+        """When each action of the last `step(..., timeline=True)` ran; FxpipeError if there was none. Prints as a
+        table. `fxpipe.viz.text_timeline.bars` makes bars for a terminal of it, `chrome_trace.trace` a file for
+        Perfetto."""
+        return self._timed().timeline
 
     @property
     def programs(self) -> DevicePrograms:
@@ -364,21 +365,21 @@ class Pipe(DropInModule):
         The memory of a CPU worker is the most bytes that are kept for its backward at any moment, without parameters,
         each storage counted once: predicted exactly, by a run of the step on meta tensors, or by that of `rehearse`; if
         there is none, by the profile. A line below the table says which."""
-        timed = self._timed()
+        self.check_open()
         with self._state.lock:
-            return beside_predicted(self._state.cache, timed, self._state.rehearsed)
+            return beside_predicted(self._state.cache, self._timed(), self._state.rehearsed)
 
     def diagnose(self) -> Diagnosis:
         """Where the time of the last step with `timeline=True` went, on each device. Prints as a table, with the
         prediction of `compare`, then what costs most and what to change; `.replan()` plans again with these times.
         Raises FxpipeError if there was no such step. With several ranks, any rank may call it alone."""
+        self.check_open()
         return diagnosed(self._timed(), self._state.rehearsed, self.options)
 
     def _timed(self) -> Timed:
         """The last step with a timeline. Raises FxpipeError if there is none."""
-        self.check_open()
         if self._state.timed is None:
-            raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
+            raise FxpipeError(NOT_TIMED)
         return self._state.timed
 
     # Keeping ----------------------------------------------------------------------------------------------------------

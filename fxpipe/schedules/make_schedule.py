@@ -164,7 +164,11 @@ def _named(name: str, stage_devices: Sequence[str], chunks: int) -> Schedule:
 
 def _warm(schedule: Own, stages: int, chunks: int, warmup: Sequence[int] | None, limit: int | None) -> Schedule:
     if not isinstance(schedule, str) or schedule not in WARM:
-        raise ValueError(f"warmup and limit are for {' and '.join(WARM)}, which differ in nothing else")
+        own = repr(schedule) if isinstance(schedule, str) and not is_grid(schedule) else "one of your own"
+        raise ValueError(
+            f"{'limit' if warmup is None else 'warmup'} is for schedule={' and '.join(map(repr, WARM))}, and schedule "
+            f"is {own}"
+        )
     if warmup is not None and limit is not None:
         raise ValueError("warmup says how far each stage runs ahead, and limit how far it may: write one of them")
     if limit is not None and limit < 1:

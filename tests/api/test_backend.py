@@ -448,7 +448,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 
 
 def test_how_many_must_be_said() -> None:
-    with pytest.raises(PlanError, match=r"say how many: torch\.compile"):
+    with pytest.raises(PlanError, match=r"say how many, as in torch\.compile"):
         torch.compile(Net(), backend=door.backend)(torch.randn(8, 6))
     with pytest.raises(PlanError, match="has no modes"):
         torch.compile(Net(), backend=door.backend, mode="reduce-overhead")(torch.randn(8, 6))

@@ -64,7 +64,9 @@ def test_the_command_with_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "1f1b: 2 stages, 4 micro-batches" in printed
     assert "the last step, as measured" in printed
-    assert (tmp_path / "unet" / "measured.svg").is_file()
+    assert (tmp_path / "unet" / "timeline.svg").is_file()
+    assert "Where the time goes" in (report := (tmp_path / "unet" / "report.html").read_text())
+    assert "No step was timed" not in report
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,4 +77,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "shared: embed_weight" in printed
     for folder in ("unet", "pixeltransformer"):
         assert (tmp_path / folder / "package" / "stage1.py").exists()
-        assert (tmp_path / folder / "schedule.svg").read_text().startswith("<svg")
+        for picture in ("stages.svg", "timeline.svg"):
+            assert (tmp_path / folder / picture).read_text().startswith("<svg")
+        assert "<title>" in (tmp_path / folder / "report.html").read_text()
+        told = f"written to {tmp_path / folder}: report.html (open it), stages.svg, timeline.svg, package/\n"
+        assert printed.count(told) == 1
+    assert printed.count("    def forward") == 1
+    assert printed.endswith("Next: docs/start.md, your own model as a pipeline\n")
+    assert Path(__file__).parents[2].joinpath("docs/start.md").is_file()

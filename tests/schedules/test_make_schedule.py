@@ -109,7 +109,7 @@ def test_ones_own_on_shared_devices() -> None:
         (("interleaved", "abba", 2), "deals its stages to the devices in turn, here as a, b, a, b, but the stages are"),
         (("gpipe", "", 2), "at least one stage"),
         (("gpipe", "ab", 0), "chunks is 0"),
-        (("gpipe", "ab", 4, (2, 1)), "warmup and limit are for 1f1b and 1f1b-late"),
+        (("gpipe", "ab", 4, (2, 1)), "warmup is for schedule='1f1b' and '1f1b-late', and schedule is 'gpipe'"),
         (("1f1b", "ab", 4, (2, 1), 3), "write one of them"),
         (("1f1b", "ab", 4, None, 0), "limit is 0"),
         (("F0 B0\nF0 B0", "abc", 1), "'by hand' is for 2 stages, and the pipe has 3; write one for 3"),

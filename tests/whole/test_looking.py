@@ -470,5 +470,24 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(differences) == 2
     assert max(differences) < 1e-4
     for name in ("unet", "pixeltransformer"):
-        ElementTree.parse(tmp_path / name / "schedule.svg")
+        ElementTree.parse(tmp_path / name / "timeline.svg")
         assert (tmp_path / name / "package" / "stage2.py").exists()
+
+
+def test_a_cell_that_ends_with_a_result_shows_what_print_shows(pipe: fxpipe.Pipe, model: nn.Module) -> None:
+    x = torch.randn(8, 8)
+    cluster = fxpipe.Cluster.of(["cpu:0", "cpu:1"])
+    planned = fxpipe.plan(model, cluster, 8, example_inputs=x, planner="straight")
+    profiled = fxpipe.profile(model, x, device=cluster)
+    for value in (cluster, planned, profiled, profiled.first(1), planned.timeline, pipe.plan, pipe.schedule):
+        assert repr(value) == str(value)
+
+
+def test_the_nearest_attribute_is_told(pipe: fxpipe.Pipe) -> None:
+    for name, near in (("expain", "explain"), ("time_line", "timeline"), ("leeds", "leads")):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'") as raised:
+            getattr(pipe, name)
+        assert raised.value.__notes__ == [f"did you mean {near!r} of the pipe?"]
+    with pytest.raises(AttributeError) as raised:
+        pipe.qqq  # noqa: B018
+    assert not hasattr(raised.value, "__notes__")

@@ -87,7 +87,7 @@ STEPS: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
     "unknown argument": (
         {"targets": Y, "loss_fn": F.cross_entropy},
         None,
-        [FORWARD + "; did you mean 'target'?", STEP],
+        [FORWARD + "; did you mean step's target=?", STEP],
     ),
 }
 

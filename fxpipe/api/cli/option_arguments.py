@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -13,16 +14,28 @@ from typing import Any, NoReturn
 import torch
 
 from fxpipe.errors import FxpipeError, PlanError, did_you_mean
+from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import Option, as_text, either, words_text
+from fxpipe.pipe.options.option_table import PLAN, SEARCH
 
+OPTIONS = SEARCH | PLAN | COMPILE
 FAILED = 2  # the exit status of a command that did not work
 PACKAGES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line. An unknown option is told before what is missing, as it may be meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.written = list(args or ())
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            known, written = tuple(self._option_string_actions), self.written
+            flags = [text for text in written if text.startswith("--") and text != "--"]
+            self.written = []  # for the error that follows
+            refuse_unknown(self, [text for text in flags if not text.startswith(known) and not _begins(text, known)])
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -47,6 +60,20 @@ def add_options(
         default = f"Default {defaults[name]}." if name in defaults else option.default_text if option.why else ""
         about = f"{option.about}{_values(option)}" + (f". {default}" if default else "")
         command.add_argument(option.flag, default=argparse.SUPPRESS, help=about, **how)
+
+
+def add_batch(command: argparse.ArgumentParser, options: Mapping[str, Option], required: bool = False) -> None:
+    """Add the option `batch_size` of a function to its command, by a shorter name."""
+    option = options["batch_size"]
+    command.add_argument(
+        "--batch",
+        dest="batch_size",
+        metavar="...",
+        type=reader(option),
+        required=required,
+        default=argparse.SUPPRESS,
+        help=option.about,
+    )
 
 
 def _values(option: Option) -> str:
@@ -86,11 +113,34 @@ def refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> None
         command.error(f"there is no {'option' if text.startswith('-') else 'argument'} {text!r} here{near}")
 
 
+def _begins(text: str, known: Iterable[str]) -> bool:
+    """Whether a written option is the beginning of a known one, which argparse takes for it."""
+    return any(flag.startswith(text.partition("=")[0]) for flag in known)
+
+
+def by_flags(message: str) -> str:
+    """An error with options as the command line writes them; calls of functions stay as they are.
+
+    >>> by_flags("say which devices stand for them, as in devices=4; or fxpipe.compile(model, chunks=8)")
+    'say which devices stand for them, as in --devices 4; or fxpipe.compile(model, chunks=8)'
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        option = OPTIONS.get(match[1])
+        try:
+            value = ast.literal_eval(match[2])
+        except (SyntaxError, ValueError):
+            return match[0]
+        return match[0] if option is None else option.flag if value is True else f"{option.flag} {as_text(value)}"
+
+    return re.sub(r"(?<![\w.(])(?<!, )(\w+)=(\[[^]]*\]|\([^)]*\)|\{[^}]*\}|'[^']*'|\"[^\"]*\"|\w+)", flag, message)
+
+
 def told(error: BaseException) -> str:
     """The text of an error: an FxpipeError's own message; for others the first line of theirs, with the type and the
     line of the user's file."""
     if isinstance(error, FxpipeError):
-        return str(error)
+        return by_flags(str(error))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGES)]
     users = [frame for frame in frames if not frame.filename.startswith("<")]
     place = f"{Path(users[-1].filename).name}:{users[-1].lineno}  " if users else ""

@@ -21,7 +21,7 @@ from fxpipe.viz.text_timeline import bars
 from .launch.launch_folder import check_folder, launch_files, write_folder
 from .launch.model_import import model_import
 from .model_argument import add_cluster, model_for_cluster, read_cluster
-from .option_arguments import add_options, given, reader
+from .option_arguments import add_batch, add_options, given
 
 DRAWN = f"a file that ends with {', '.join(FORMATS)}"
 
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     """The three commands, among those of `fxpipe`."""
     make = commands.add_parser("plan", help="the fastest plan of a model for a cluster")
     add_cluster(make)
-    make.add_argument("--batch", type=reader(PLAN["batch_size"]), required=True, help="samples in a training step")
+    add_batch(make, PLAN, required=True)
     make.add_argument("--out", type=Path, help="write the plan to this JSON file")
     make.add_argument(
         "--launch", type=Path, help="write a training script over ranks, and what starts it, to this folder"
@@ -63,7 +63,7 @@ def run_plan(options: argparse.Namespace) -> None:
     args, kwargs = as_call(inputs)
     dtype = asked.pop("dtype", None)
     known = profile(model, *args, device=cluster, dtype=dtype, **kwargs)
-    found = plan(known, cluster, options.batch, **asked)
+    found = plan(known, cluster, **asked)
     files = launch_files(found, known, model, inputs, named, options.meta, dtype, options.launch) if named else {}
     if options.explain:
         with working("trying other plans, and other hardware", 30):
@@ -71,8 +71,6 @@ def run_plan(options: argparse.Namespace) -> None:
         print(text)
     else:
         print(found)
-        if found.certificate is not None:
-            print(f"\n{found.certificate}")
     if options.out:
         found.save(options.out)
         print(f"\nthe plan: {options.out}")
@@ -96,7 +94,8 @@ def draw(path: Path | None, value: Drawable) -> None:
 def run_simulate(options: argparse.Namespace) -> None:
     found = load(options.plan)
     timeline = found.simulate(options.schedule)
-    print(f"{bars(timeline, options.width)}\n\n{timeline}")
+    table = str(timeline).partition("\n")[2]  # its first line is that of the bars, too
+    print(f"{bars(timeline, options.width)}\n\n{table}")
     draw(options.draw, found if options.schedule is None else timeline)
     write(options.trace, lambda: trace.trace(timeline))
 

@@ -13,7 +13,7 @@ from fxpipe.pipe.options.option_table import SEARCH
 from fxpipe.planning.operators.models.published_models import MODELS
 
 from .model_argument import add_cluster, model_for_cluster, read_cluster
-from .option_arguments import add_options, given
+from .option_arguments import add_batch, add_options, given
 from .plan_commands import DRAWN, draw, write
 
 BUDGET = 60  # seconds, if not given
@@ -23,7 +23,8 @@ def add(commands: Any) -> None:
     """The command, among those of `fxpipe`."""
     find = commands.add_parser("search", help="how to cut and place each operator of a model")
     add_cluster(find)
-    add_options(find, SEARCH, *(name for name in SEARCH if name not in ("cluster", "progress")))
+    add_batch(find, SEARCH)
+    add_options(find, SEARCH, *(name for name in SEARCH if name not in ("cluster", "batch_size", "progress")))
     find.add_argument(
         "--explain", action="store_true", help="search for changed clusters too: what would they be worth?"
     )
@@ -42,7 +43,7 @@ def run_search(options: argparse.Namespace) -> None:
             f"in model.py:make_model{did_you_mean(options.model, MODELS)}"
         )
     if options.model in MODELS:
-        batch = {"batch": how.pop("batch")} if "batch" in how else {}
+        batch = {"batch": how.pop("batch_size")} if "batch_size" in how else {}
         found = search(MODELS[options.model](**batch), cluster, **how)
     else:
         model, inputs = model_for_cluster(options)

@@ -127,6 +127,8 @@ class Cluster:
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     @classmethod
     def of(
         cls,

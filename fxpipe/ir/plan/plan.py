@@ -71,6 +71,8 @@ class Plan(Drawable):
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
 
 def stage_of(plan: Plan) -> dict[str, int]:
     """The stage that each op belongs to."""

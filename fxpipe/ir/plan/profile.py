@@ -66,6 +66,8 @@ class Profile:
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     def kind_of(self, label: str) -> str:
         """The name of the entry of `kinds` with the times of this device; "" if these are those of `device`."""
         return kind_of(label, self.kinds)

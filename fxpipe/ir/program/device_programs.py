@@ -129,6 +129,8 @@ class DevicePrograms:
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
 
 # The checker ----------------------------------------------------------------------------------------------------
 

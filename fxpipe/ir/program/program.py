@@ -174,6 +174,8 @@ class Program(Drawable):
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     @cached_property
     def devices(self) -> tuple[str, ...]:
         return tuple(stage.device for stage in self.stages)

@@ -81,6 +81,8 @@ class Schedule(Drawable):
     def __str__(self) -> str:
         return show(self)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     @cached_property
     def place(self) -> dict[Action, tuple[int, int]]:
         """For each action the number of its device, and its position in that row."""

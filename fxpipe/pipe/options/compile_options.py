@@ -333,11 +333,23 @@ def device_labels(devices: int | str | Sequence[str | torch.device] | Cluster) -
         enough = accelerator.count() >= devices
         return tuple([str(device) for device in accelerator.present()[:devices]] if enough else _workers(devices))
     if isinstance(devices, str) and devices:
+        if meant := _meant(devices):
+            raise PlanError(f"{devices!r} in devices is not a device: did you mean devices={meant}?")
         label = _label(devices)
         return _all_of(devices) if ":" not in devices and devices != "cpu" else (label,)
     if not devices:
         raise PlanError(f"devices is {devices!r}: write a count, or a list, as in devices=['cuda:0', 'cuda:1']")
     return tuple(_labels([str(device) for device in devices]))
+
+
+def _meant(text: str) -> str | None:
+    """What is meant by a text that the command line would read as a count or a list, as Python writes it.
+
+    >>> _meant("2"), _meant("cuda:0,cuda:1"), _meant("cuda:0")
+    ('2', "['cuda:0', 'cuda:1']", None)
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return text.strip() if text.strip().isdecimal() else repr(names) if "," in text and names else None
 
 
 def _workers(count: int) -> list[str]:

@@ -5,6 +5,7 @@ The command line, the docstring and docs/reference/options.md have these groups 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -59,6 +60,31 @@ def _is_pair(value: Any) -> bool:
 def backends() -> Collection[str]:
     """The backends that torch.compile knows by name, and ours."""
     return [*torch.compiler.list_backends(exclude_tags=()), NAME]
+
+
+def meant_checkpoint(value: Any) -> tuple[str, str] | None:
+    """What is meant by a checkpoint that is none.
+
+    >>> meant_checkpoint(True), meant_checkpoint("3")
+    (('always', "'always'"), None)
+    """
+    if value is True or value in ("all", "full", "true", "True"):
+        return "always", "'always'"
+    return ("never", "'never'") if value is False or value in ("none", "false", "False") else None
+
+
+def meant_bytes(value: Any) -> tuple[int, str] | None:
+    """The number of bytes that a text such as "8GB" means, and how Python writes it.
+
+    >>> meant_bytes("8GB"), meant_bytes("2 KiB"), meant_bytes("all")
+    ((8000000000, '8 * 10**9'), (2048, '2 * 2**10'), None)
+    """
+    match = re.fullmatch(r"(\d+)\s*([KMGT])(I?)B?", value.strip(), re.IGNORECASE) if isinstance(value, str) else None
+    if match is None:
+        return None
+    thousands = "KMGT".index(match[2].upper()) + 1
+    base, power = (2, 10 * thousands) if match[3] else (10, 3 * thousands)
+    return int(match[1]) * base**power, f"{match[1]} * {base}**{power}"
 
 
 DIM = whole(-64, "a dimension")
@@ -145,11 +171,11 @@ GROUPS = {
         Option("checkpoint", "which micro-batches are recomputed in backward",
                (one_of(AUTO, *CHECKPOINT_MODES), STAGES), {0, 2}, default=AUTO,
                why="it saves memory where it can, as a step that does not fit cannot run; these stages compute about "
-                   "a third more"),
+                   "a third more", instead=meant_checkpoint),
         Option("memory_limit", "bytes that a device may use, or 'device' for all that it has",
                (whole(1), one_of(DEVICE_MEMORY)), 2 * 10**9, unset=True,
                why="what a step keeps is an estimate, unless backward is code; what would have fitted may be "
-                   "recomputed"),
+                   "recomputed", instead=meant_bytes),
         Option("offload", "stages on accelerators whose activations wait in host memory", (STAGES,), {0},
                default=(),
                why="none, as values have to move to the host and back in time; all activations stay on the device"),

@@ -51,6 +51,7 @@ class Option:
     - `unset`: whether None means that the option was left out.
     - `default`: its value if it was left out.
     - `why`: why that is the default; and, behind a semicolon, what it costs.
+    - `instead`: returns the value that is meant by one that is none of its own, and how Python writes it; or None.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Option:
     unset: bool = False
     default: Any = None
     why: str = ""
+    instead: Callable[[Any], tuple[Any, str] | None] = lambda value: None
 
     def take(self, value: Any) -> Any:
         """The value, converted by the first form that accepts it. Raises PlanError if none does."""
@@ -71,7 +73,7 @@ class Option:
             except (TypeError, ValueError):
                 continue
         example = "" if self.example is None else f", as in {self.name}={self.example!r}"
-        raise PlanError(f"{self.name} is {shown(value)}: {_allowed(self.forms, value, example)}")
+        raise PlanError(f"{self.name} is {shown(value)}: {self._allowed(self.forms, value, example, by_text=False)}")
 
     def read(self, text: str) -> Any:
         """The value of a text from the command line. Raises PlanError if no form accepts it."""
@@ -82,7 +84,17 @@ class Option:
             except (KeyError, TypeError, ValueError):
                 continue
         example = "" if self.example is None else f", as in {self.flag} {as_text(self.example)}"
-        raise PlanError(f"{text!r}: {_allowed(readable, text, example)}")
+        raise PlanError(f"{text!r}: {self._allowed(readable, text, example, by_text=True)}")
+
+    def _allowed(self, forms: Sequence[Form], value: Any, example: str, by_text: bool) -> str:
+        """The end of an error: what may be written, and what was meant."""
+        if meant := self.instead(value):
+            hint = f"; did you mean {repr(meant[0]) if by_text else meant[1]}?"
+        else:
+            words = [word for form in forms for word in form.words()]
+            hints = [did_you_mean(word, words) for word in _words_in(value) if word not in words]
+            hint = next(filter(None, hints), "")
+        return f"write {either([form.text for form in forms])}{example}{hint}"
 
     @property
     def flag(self) -> str:
@@ -90,16 +102,15 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def values_text(self) -> str:
+        """All forms of its value, as errors name them."""
+        return either([form.text for form in self.forms])
+
+    @property
     def default_text(self) -> str:
         """A sentence: the default, its reason and its cost, in the words of help, docstring and page."""
         value = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
         return f"Default {value}: {self.why}."
-
-
-def _allowed(forms: Sequence[Form], value: Any, example: str) -> str:
-    words = [word for form in forms for word in form.words()]
-    hints = [did_you_mean(word, words) for word in _words_in(value) if word not in words]
-    return f"write {either([form.text for form in forms])}{example}{next(filter(None, hints), '')}"
 
 
 def _words_in(value: Any) -> list[str]:
@@ -134,13 +145,6 @@ def check(options: Mapping[str, Option], values: Mapping[str, Any]) -> None:
     """Raise PlanError if a value has none of its option's forms. Values that belong to no option are ignored."""
     for name in options.keys() & values.keys():
         options[name].take(values[name])
-
-
-def refuse_unknown(function: str, unknown: Iterable[str], known: Collection[str]) -> None:
-    """Raise PlanError for the first unknown argument, with the most similar known one."""
-    for name in unknown:
-        near = did_you_mean(name, known)
-        raise PlanError(f"{function} has no option {name!r}{near or '; it has ' + ', '.join(known)}")
 
 
 def shown(value: Any) -> str:

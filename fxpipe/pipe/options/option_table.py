@@ -80,7 +80,7 @@ PLAN = table(
 
 SEARCH = table(
     CLUSTER,
-    Option("batch", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
+    Option("batch_size", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
     Option("micro_batches", "into how many a step is cut, or auto: the best number", (one_of(AUTO), CHUNKS), AUTO),
     Option("budget", "seconds that the search may take", (SECONDS,), 60),
     Option("seed", "of what the search draws", (whole(0),), 0),

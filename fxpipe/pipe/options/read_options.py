@@ -75,7 +75,10 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         replica_groups = {stage.device: stage.replicas for stage in chosen.stages}
         given["deferred_batch_norm"] = chosen.deferred_batch_norm or given["deferred_batch_norm"]
     elif devices is None or chunks is None:
-        raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
+        lacks = (
+            "" if devices is None and chunks is None else f"{'devices' if devices is None else 'chunks'} is missing: "
+        )
+        raise PlanError(f"{lacks}say how many, as in fxpipe.compile(model, devices=4, chunks=8)")
     else:
         labels = device_labels(devices)
         replica_groups = deal(labels, replicas)

@@ -25,6 +25,8 @@ class Comparison(Drawable):
     def __str__(self) -> str:
         return self.table
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     def _picture(self) -> Picture:
         title = ", ".join(name for name, _ in self.timelines)
         return Picture(title, partial(comparison_picture.draw, self.timelines, title), partial(str, self))

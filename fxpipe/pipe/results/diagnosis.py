@@ -104,6 +104,8 @@ class Diagnosis:
         )
         return f"{self.head}\n{table}\n{self.advice}"
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     def _row(self, split: TimeSplit, device: str) -> list[str]:
         return [*(show_seconds(split.parts[device][part]) for part in PARTS), show_seconds(split.seconds)]
 

@@ -156,7 +156,7 @@ def _of_another(pipe: Any, made: Build) -> str:
 
 
 def _time(pipe: Any, made: Build) -> str:
-    if pipe.timeline is None:
+    if pipe._state.timed is None:
         return paragraph(UNTIMED)
     found = pipe.diagnose()
     parts = found.measured.parts

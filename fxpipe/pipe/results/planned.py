@@ -96,7 +96,7 @@ class Planned(Drawable):
     counted: str = ""
 
     def __str__(self) -> str:
-        """The figures of the step, and a row for each stage."""
+        """The figures of the step, a row for each stage, and what is proven of it."""
         line, layers = self.timeline, self.layers
         counts = f"{count(layers.micro_batches, 'micro-batch', 'micro-batches')} of {self.chain.batch:g}"
         shares = ", ideal shares" if self.chain.ideal_shares else ""
@@ -113,7 +113,10 @@ class Planned(Drawable):
         align = ("right", "left", "left", *["right"] * 9, "left")
         table = tabulate(_rows(self), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
         head += [self.counted] if self.counted else []
-        return "\n".join([*head, *_uneven(self), "", *(row.rstrip() for row in table.splitlines())])
+        proof = [] if self.certificate is None else ["", self.certificate.proof]
+        return "\n".join([*head, *_uneven(self), "", *(row.rstrip() for row in table.splitlines()), *proof])
+
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:

@@ -52,6 +52,8 @@ class Replanned:
             head = f"no other cut is predicted to be faster than the plan that ran: {before}; it took {measured}"
         return f"{head}\n{self.plan}"
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file, for `fxpipe.compile(model, plan=path)`."""
         Path(path).write_text(self.text, encoding="utf-8")

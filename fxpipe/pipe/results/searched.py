@@ -62,6 +62,8 @@ class Searched(Drawable):
         ]
         return "\n\n".join([*parts, history(self)] if self.trace else parts)
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     @cached_property
     def cost(self) -> Cost:
         """The function that estimates seconds, (forward, backward), from a part of an operator and a device."""

@@ -18,10 +18,10 @@ from fxpipe.capture.model_with_loss import modules_in
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.codegen.package.load_package import bind, tensors_of
 from fxpipe.engines.common.step_engine import StepScheduler
-from fxpipe.errors import InputError
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.compiled.compiled_stages import Backend
-from fxpipe.pipe.drop_in_module import DropInModule, Forward, State, check_grad
+from fxpipe.pipe.drop_in_module import NOT_TIMED, DropInModule, Forward, State, check_grad
 from fxpipe.pipe.options.option_table import check_accumulate
 from fxpipe.pipe.processes import Processes, StepOptions, Tensors
 from fxpipe.pipe.ranks.rank_arguments import CallArguments
@@ -43,7 +43,7 @@ class LoadedState(State):
     - `bind`: the function that makes its scheduler.
     - `root`: the prefix of the keys of the loss function's own tensors; None if it has none.
     - `others`: these tensors, by key.
-    - `timeline`: that of the last step, if it was timed.
+    - `timeline`: that of the last step with `timeline=True`.
     """
 
     live: RunningPackage
@@ -80,8 +80,10 @@ class Loaded(DropInModule):
         return self._state.live.scheduler
 
     @property
-    def timeline(self) -> Timeline | None:
-        """When each action of the last `step` ran; None if that was without `timeline=True`."""
+    def timeline(self) -> Timeline:
+        """When each action of the last `step(..., timeline=True)` ran. Raises FxpipeError if there was none."""
+        if self._state.timeline is None:
+            raise FxpipeError(NOT_TIMED)
         return self._state.timeline
 
     @Forward
@@ -123,7 +125,7 @@ class Loaded(DropInModule):
     def _take(self, inputs: Sequence[Any], step: StepOptions | None) -> tuple[Any, ...]:
         """This process's part of a call."""
         found, timeline = self._state.processes.take(self._state.live, inputs, self.package.CHUNKS, step)
-        if step is not None:
+        if timeline is not None:
             self._state.timeline = timeline
         return found
 

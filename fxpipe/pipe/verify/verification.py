@@ -120,6 +120,8 @@ class Verified:
         lines += ["", table(shown[:20]), *([f"... and {len(shown) - 20} more"] if len(shown) > 20 else [])]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
+    __repr__ = __str__  # what a notebook's cell or the interpreter shows
+
     def save(self, path: str | Path) -> None:
         """Write a report for an issue to a file: versions, devices, options, plan, schedule and all compared
         results."""

@@ -209,7 +209,9 @@ class Certificate:
         """Whether the plan is optimal."""
         return self.gap <= EXACT
 
-    def __str__(self) -> str:
+    @property
+    def proof(self) -> str:
+        """What is proven, in a line."""
         known = "proven optimal" if self.proven else f"at most {self.gap:.2%} above the optimum"
         if self.ideal_shares:
             known += ", with ideal shares"
@@ -224,8 +226,11 @@ class Certificate:
             known += (
                 f", and perhaps above DAPPLE's plan, whose planner did not end in time ({self.unfinished} searches)"
             )
+        return f"{known}: no plan takes less than {show_seconds(self.bound)}"
+
+    def __str__(self) -> str:
         effort = f"{count(self.simulated, 'plan', 'plans')} simulated, {count(self.branches, 'branch', 'branches')}"
-        return f"{known}: no plan takes less than {show_seconds(self.bound)} ({effort}, {show_seconds(self.seconds)})"
+        return f"{self.proof} ({effort}, {show_seconds(self.seconds)})"
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,6 @@ def test_plans_whose_stages_share_half_their_devices(compile: Compile) -> None:
 def test_every_worker_is_seen(compile: Compile) -> None:
     pipe = compile(chain(), (1, 2), schedule="interleaved")
     pipe.step(X, target=Y, loss_fn=F.mse_loss, timeline=True)
-    assert pipe.timeline is not None
     timeline.check(pipe.timeline)
     assert pipe.timeline.devices == pipe.programs.devices == pipe.build.timeline.devices == ("cpu:0", "cpu:1", "cpu:2")
     ran = {(span.kind, span.stage, span.micro_batch) for span in pipe.timeline.on("cpu:2")}

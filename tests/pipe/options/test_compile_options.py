@@ -95,11 +95,29 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"devices": -2}, "devices is -2: write a count of at least 1, a list of devices, a device, or a Cluster"),
         ({"devices": 2.0}, "devices is 2.0: write a count"),
         ({"devices": "cdua"}, r"'cdua' in devices is not a device: .*; did you mean 'cuda'\?"),
+        ({"devices": "cuda:0,cuda:1"}, r"is not a device: did you mean devices=\['cuda:0', 'cuda:1'\]\?$"),
+        ({"devices": "2"}, r"'2' in devices is not a device: did you mean devices=2\?$"),
+        ({"devices": None}, r"devices is missing: say how many, as in fxpipe.compile\(model, devices=4, chunks=8\)"),
+        ({"chunks": None}, "chunks is missing: say how many, as in"),
+        ({"chunks": None, "devices": None}, "^say how many, as in"),
+        ({"checkpoint": "all"}, "checkpoint is 'all': .*; did you mean 'always'\\?"),
+        ({"checkpoint": True}, "checkpoint is True: .*; did you mean 'always'\\?"),
+        ({"checkpoint": False}, "checkpoint is False: .*; did you mean 'never'\\?"),
+        ({"memory_limit": "8GB"}, r"memory_limit is '8GB': .*; did you mean 8 \* 10\*\*9\?"),
+        ({"warmup": (2, 1)}, "^warmup is for schedule='1f1b' and '1f1b-late', and schedule is 'gpipe'"),
         ({"devices": "xpu"}, "devices is 'xpu', and this machine has no XPU device: write devices=4 for CPU workers"),
         ({"devices": ["cdua:0", "cpu"]}, r"'cdua:0' in devices is not a device: .*; did you mean 'cuda:0'\?"),
         ({"devices": [0, 1]}, r"devices is \[0, 1\]: write"),
         ({"chunk": 4}, r"fxpipe.compile has no option 'chunk'; did you mean 'chunks'\?"),
         ({"device": 2}, r"fxpipe.compile has no option 'device'; did you mean 'devices'\?"),
+        ({"optimizer_sharding": "zero1"}, r"no option 'optimizer_sharding'; that is an option of fxpipe\.plan$"),
+        ({"loss_fn": torch.sum}, r"no option 'loss_fn'; that is an option of pipe\.step$"),
+        ({"microbatches": 4}, r"no option 'microbatches'; did you mean 'chunks'\?"),
+        ({"micro_batches": 4}, r"no option 'micro_batches'; did you mean 'chunks'\?"),
+        ({"strategy": "s.json"}, r"no option 'strategy'; did you mean 'plan'\?"),
+        ({"balance": [2, 1]}, r"no option 'balance'; did you mean 'cut'\?"),
+        ({"split_at": ["2"]}, r"no option 'split_at'; did you mean 'cut'\?"),
+        ({"checkpoint_mode": "never"}, r"no option 'checkpoint_mode'; did you mean 'checkpoint'\?"),
         ({"colour": 2}, r"fxpipe.compile has no option 'colour'; it has devices, chunks, example_inputs"),
     ],
 )
@@ -196,12 +214,20 @@ def test_step(options: dict[str, Any], message: str) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize(("name", "near"), [("los_fn", "loss_fn"), ("targt", "target"), ("imput", "input")])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("los_fn", "step's loss_fn="),
+        ("targets", "step's target="),
+        ("timelin", "step's timeline="),
+        ("imput", "'input'"),
+    ],
+)
 def test_names_of_a_step(name: str, near: str) -> None:
     """What is no option of a step goes to the model, whose own TypeError has a note."""
     pipe = fxpipe.compile(model(), 2, 2)
-    args = () if near == "input" else (X,)
+    args = () if name == "imput" else (X,)
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'") as raised:
         pipe.step(*args, **{name: X})
-    assert f"did you mean '{near}'?" in "\n".join(raised.value.__notes__)
+    assert f"did you mean {near}?" in "\n".join(raised.value.__notes__)
     pipe.close()

@@ -53,7 +53,8 @@ def test_the_page() -> None:
     parts = []
     for name, group in GROUPS.items():
         parts += [f"\n## {name}\n\n{group.about.capitalize()}.\n"]
-        parts += [f"\n| `{one.name}` | {one.about} | {one.default_text} |\n" for one in group.options]
+        rows = [(f"`{one.name}`", one.about, one.values_text, one.default_text) for one in group.options]
+        parts += [f"\n| {' | '.join(row)} |\n" for row in rows]
     in_order(text.replace("|\n", "|\n\n"), parts)
     assert text.count("\n| `") == len(COMPILE)
 

@@ -42,7 +42,6 @@ def stepped(**options: Any) -> tuple[fxpipe.Pipe, list[Tensor]]:
 
 
 def peaks(pipe: fxpipe.Pipe) -> tuple[int, ...]:
-    assert pipe.timeline is not None
     return pipe.timeline.high_water
 
 

@@ -100,7 +100,7 @@ def test_a_slow_op_that_the_estimate_does_not_know() -> None:
     other, same = stepped(model, plan=found)
     assert other.plan == found.plan
     assert "a step is predicted to take" in str(found)
-    before, after = (max(one.timeline.busy) for one in (pipe, other) if one.timeline is not None)
+    before, after = (max(one.timeline.busy) for one in (pipe, other))
     assert before > 3 * 2 * (0.01 + 0.01 + 0.04) > after  # the second of them runs in the first stage now
     torch.testing.assert_close(same, loss, rtol=0, atol=0)
     for one in (pipe, other):

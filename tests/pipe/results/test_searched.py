@@ -115,7 +115,7 @@ def test_dimensions_are_named_where_there_are_several() -> None:
 
 def test_a_model() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
-    found = search(model, FOUR, example_inputs=torch.zeros(8, 6), batch=32, budget=1)
+    found = search(model, FOUR, example_inputs=torch.zeros(8, 6), batch_size=32, budget=1)
     assert [operator.sizes for operator in found.graph] == [(32, 6), (32, 6), (32, 2)]
     with pytest.raises(PlanError, match="say which, as in example_inputs"):
         search(model, FOUR)

@@ -133,7 +133,6 @@ def is_as_in_one_process(group: Any, folder: Path, counts: Sequence[int], schedu
     for run in (pipe, loaded):
         torch.manual_seed(9)
         again.append(run.step(x, target=y, loss_fn=loss_of, timeline=True))
-        assert run.timeline is not None
         assert len(run.timeline.devices) == sum(counts)
         assert {span.kind for span in run.timeline.spans} >= {"F", "B", "T", "A"}
     torch.testing.assert_close(*again, rtol=1e-9, atol=0)

@@ -128,7 +128,6 @@ def kept(group: Any, folder: Path) -> None:
     with raises("a batch of 7 cannot be cut into 2 micro-batches of one size"):
         pipe.step(batch(0)[:7], target=batch(0)[:7], loss_fn=F.cross_entropy)
     told = pipe.step(batch(0)[:4], target=batch(0)[:4], loss_fn=F.cross_entropy, timeline=True)
-    assert pipe.timeline is not None
     assert len(pipe.timeline.devices) == count
     assert "cpu:1" in pipe.explain()
     assert "cpu:1 kept for backward" in str(pipe.compare())
