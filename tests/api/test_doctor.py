@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import NoReturn
@@ -12,7 +13,10 @@ import torch
 from fxpipe.api import doctor
 from fxpipe.api.cli.main import main
 from fxpipe.api.doctor import BROKEN, NONE, OK, SLOW, Finding
+from fxpipe.torch_internals.capability import capabilities
 from fxpipe.torch_internals.tensor_memory import STORAGE_KEY, USE_COUNT
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
 @pytest.fixture
@@ -32,6 +36,19 @@ def test_the_command_looks_at_everything(capsys: pytest.CaptureFixture[str]) -> 
     assert text.endswith("nothing is broken\n")
     assert main(["doctor", "--run"]) == 0
     assert "pipe on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few_checks")
+def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same things in the same order, and the same number of torch's internals; the figures are of a machine."""
+    assert main(["doctor"]) == 0
+    printed, page = capsys.readouterr().out, PAGE.read_text()
+    shown = page[page.index("ok    versions") : page.index("nothing is broken")]
+    assert f"all {len(capabilities())} are as fxpipe knows them" in shown
+    of_page, of_command = (
+        re.findall(r"^(?:ok|slow|none|broken) +(.+?)  ", text, re.MULTILINE) for text in (shown, printed)
+    )
+    assert of_page == of_command
 
 
 @pytest.mark.usefixtures("few_checks")

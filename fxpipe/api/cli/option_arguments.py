@@ -6,7 +6,8 @@ import argparse
 import ast
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -24,18 +25,18 @@ PACKAGES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line. An unknown option is told before what is missing, as it may be meant."""
+    """A parser whose errors are one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.written = list(args or ())
+        """As argparse, but an unknown option is told before one that is missing, as it may be meant."""
+        if self._subparsers is None and args is not None:
+            known = tuple(self._option_string_actions)
+            flags = [text.partition("=")[0] for text in takewhile("--".__ne__, args) if text.startswith("--")]
+            # argparse also takes the beginning of a name
+            refuse_unknown(self, [flag for flag in flags if not any(name.startswith(flag) for name in known)])
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required"):
-            known, written = tuple(self._option_string_actions), self.written
-            flags = [text for text in written if text.startswith("--") and text != "--"]
-            self.written = []  # for the error that follows
-            refuse_unknown(self, [text for text in flags if not text.startswith(known) and not _begins(text, known)])
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -111,11 +112,6 @@ def refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> None
         known = [flag for flag in command._option_string_actions if flag.startswith("--")]
         near = did_you_mean(text.partition("=")[0], known) if text.startswith("-") else ""
         command.error(f"there is no {'option' if text.startswith('-') else 'argument'} {text!r} here{near}")
-
-
-def _begins(text: str, known: Iterable[str]) -> bool:
-    """Whether a written option is the beginning of a known one, which argparse takes for it."""
-    return any(flag.startswith(text.partition("=")[0]) for flag in known)
 
 
 def by_flags(message: str) -> str:
