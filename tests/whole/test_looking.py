@@ -479,6 +479,9 @@ def test_a_cell_that_ends_with_a_result_shows_what_print_shows(pipe: fxpipe.Pipe
     cluster = fxpipe.Cluster.of(["cpu:0", "cpu:1"])
     planned = fxpipe.plan(model, cluster, 8, example_inputs=x, planner="straight")
     profiled = fxpipe.profile(model, x, device=cluster)
+    best = fxpipe.plan(model, cluster, 8, example_inputs=x)
+    assert str(best).splitlines()[-1] == best.certificate.proof
+    assert str(best.certificate).startswith("proven optimal: no plan takes less than ")
     for value in (cluster, planned, profiled, profiled.first(1), planned.timeline, pipe.plan, pipe.schedule):
         assert repr(value) == str(value)
 

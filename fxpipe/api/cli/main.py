@@ -21,10 +21,8 @@ from . import doctor_command as cli_doctor
 from . import plan_commands as cli_plans
 from . import search_command as cli_search
 from .model_argument import add_model, make_model
-from .option_arguments import FAILED, Parser, add_options, given, refuse_unknown, told
+from .option_arguments import FAILED, NOT_SHOWN, Parser, add_options, given, refuse_unknown, told
 
-# Options of ranks, and those that are functions or tensors.
-NOT_SHOWN = ("example_inputs", "group", "timeout", "check_inputs", "transforms", "passes")
 DEFAULTS: dict[str, Any] = {"devices": 4, "chunks": 8}
 
 

@@ -19,7 +19,11 @@ from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import Option, as_text, either, words_text
 from fxpipe.pipe.options.option_table import PLAN, SEARCH
 
-OPTIONS = SEARCH | PLAN | COMPILE
+# Options of ranks, and those that are functions or tensors.
+NOT_SHOWN = ("example_inputs", "group", "timeout", "check_inputs", "transforms", "passes")
+OPTIONS = {
+    name: one for name, one in (SEARCH | PLAN | COMPILE).items() if name not in (*NOT_SHOWN, "batch_size", "progress")
+}
 FAILED = 2  # the exit status of a command that did not work
 PACKAGES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
@@ -127,7 +131,9 @@ def by_flags(message: str) -> str:
             value = ast.literal_eval(match[2])
         except (SyntaxError, ValueError):
             return match[0]
-        return match[0] if option is None else option.flag if value is True else f"{option.flag} {as_text(value)}"
+        if option is None or value is None or value is False:
+            return match[0]
+        return option.flag if value is True else f"{option.flag} {as_text(value)}"
 
     return re.sub(r"(?<![\w.(])(?<!, )(\w+)=(\[[^]]*\]|\([^)]*\)|\{[^}]*\}|'[^']*'|\"[^\"]*\"|\w+)", flag, message)
 

@@ -52,6 +52,7 @@ def test_plan_simulate_compare(here: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "░ forward" in out
     assert "peak memory" in out
+    assert out.count("gpipe: ") == 1, "the figures of the step, once"
     assert (here / "a.svg").read_text().startswith("<svg")
     assert json.loads((here / "a.json").read_text())["traceEvents"]
     assert run("simulate", "gpipe.json", "--schedule", "zb-h1", "--draw", "b.html") == 0
@@ -62,6 +63,10 @@ def test_plan_simulate_compare(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert "gpipe.json: step" in (here / "c.svg").read_text()
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["best.json", "gpipe.json"]
+
+    assert run("plan", "model.py:make", "--cluster", "h100:2", "--batch", "8", "--out", "far.json") == 0
+    assert run("show", "model.py:make", "--plan", "far.json") == 2
+    assert "say which devices of this machine stand for them, as in --devices " in capsys.readouterr().err
 
     pipe = fxpipe.compile(nn.Sequential(), plan="gpipe.json")
     assert [stage.device for stage in pipe.options.plan.stages] == ["cpu:0", "cpu:1"]
@@ -77,6 +82,7 @@ def test_plan_simulate_compare(here: Path, capsys: pytest.CaptureFixture[str]) -
         ),
         (("plan", "model.py:make", "--cluster", "no.json", "--batch", "8"), "no cluster can be read from 'no.json'"),
         (("plan", "model.py:make", "--cluster", "A", "--batch", "0"), "argument --batch: '0': write a whole number"),
+        (("plan", "model.py:make", "--clutser", "A", "--batch", "8"), "no option '--clutser' here; did you mean '--cl"),
         (("simulate", "no.json"), "no plan to look at in 'no.json'"),
         (("compare", "two.json"), "no plan to look at in 'two.json'"),
     ],
