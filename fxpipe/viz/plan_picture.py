@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fxpipe.ir.plan.hybrid_plan import joined
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.units import count
 
@@ -20,7 +21,7 @@ def draw(plan: Plan) -> str:
     lines, x = [words(plan.model, 24, 36, size=17, font_weight=600), words(facts, 24, 57, "soft", 12.5)], 24.0
     for index, stage in enumerate(plan.stages):
         told = _told(stage)
-        wide = 40 + max(text_width(text, 11.5) for text in [f"stage {index}    {_where(stage)}", *told])
+        wide = 40 + max(text_width(text, 11.5) for text in [f"stage {index}    {joined(stage.devices)}", *told])
         if index:
             lines += _arrow(x, TOP + HEIGHT / 2)
             x += ARROW
@@ -41,10 +42,6 @@ def _told(stage: StagePlan) -> list[str]:
     return [*ops, again + (", offloads" if stage.offload else "") + cut]
 
 
-def _where(stage: StagePlan) -> str:
-    return stage.device + (f" +{len(stage.replicas)}" if stage.replicas else "")
-
-
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :]
 
@@ -54,7 +51,7 @@ def _card(index: int, stage: StagePlan, told: list[str], x: float, wide: float) 
     for class_ in ("card", "line-stroke"):
         yield tag("rect", hint, x=x, y=TOP, width=wide, height=HEIGHT, rx=10, class_=class_)
     yield words(f"stage {index}", x + 16, TOP + 26, size=14, font_weight=600)
-    yield words(_where(stage), x + wide - 16, TOP + 26, "flow", 11.5, text_anchor="end", font_weight=600)
+    yield words(joined(stage.devices), x + wide - 16, TOP + 26, "flow", 11.5, text_anchor="end", font_weight=600)
     for line, text in enumerate(told):
         yield words(text, x + 16, TOP + 52 + 18 * line, "soft", 11.5)
 

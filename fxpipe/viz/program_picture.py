@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fxpipe.ir.plan.hybrid_plan import joined
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.viz.svg_elements import arrow_head, page, tag, text_width, words
 
@@ -117,7 +118,7 @@ def _cards(
 
 
 def _card_width(program: Program, stage: Stage) -> float:
-    head = text_width(f"stage {stage.index}", 14) + text_width(stage.device, 11.5) + 24
+    head = text_width(f"stage {stage.index}", 14) + text_width(joined(stage.devices), 11.5) + 24
     modules = [text_width(name, 11, mono=True) for name in _modules(stage)]
     return max(head, *modules, *(text_width(s, 11.5) for s in (_counts(program, stage), _recompute(stage)))) + 32
 
@@ -127,7 +128,7 @@ def _card(program: Program, stage: Stage, card: _Card) -> Iterator[str]:
         yield tag("rect", x=card.x, y=card.y, width=card.width, height=card.height, rx=10, class_=class_)
     x, y = card.x + 16, card.y + 26
     yield words(f"stage {stage.index}", x, y, size=14, font_weight=600)
-    yield words(stage.device, card.right - 16, y, "flow", 11.5, text_anchor="end", font_weight=600)
+    yield words(joined(stage.devices), card.right - 16, y, "flow", 11.5, text_anchor="end", font_weight=600)
     for line, name in enumerate(_modules(stage)):
         yield words(name, x, y + 22 + LINE * line, "ink mono", 11)
     base = card.y + card.height - 14
@@ -196,7 +197,7 @@ def _recompute(stage: Stage) -> str:
 
 def _facts(program: Program) -> str:
     stages = _count(len(program.stages), "stage")
-    devices = _count(len(set(program.devices)), "device")
+    devices = _count(len({device for stage in program.stages for device in stage.devices}), "device")
     parameters = _count(sum(_parameters(program, stage) for stage in program.stages), "parameter")
     portals = f", {_count(len(program.portals), 'portal')}" if program.portals else ""
     return f"{stages} on {devices}, {parameters}{portals}"

@@ -25,7 +25,7 @@ def test_what_it_says() -> None:
     assert texts(picture) == [
         "net <1>", "3 stages, 8 micro-batches, 1f1b",
         "stage 0", "cuda:0", "2 ops", "embed … …" + "a" * 25, "recomputes, offloads",
-        "stage 1", "cuda:1 +2", "1 op", "head", "recomputes what is cheap, each op over 2",
+        "stage 1", "cuda:1-3", "1 op", "head", "recomputes what is cheap, each op over 2",
         "stage 2", "cuda:4", "0 ops", "recomputes nothing",
     ]  # fmt: skip
     assert "<title>cuda:1, cuda:2, cuda:3</title>" in picture

@@ -74,6 +74,13 @@ def test_what_it_says() -> None:
     assert "middle.0-8" in said  # nine names would not fit
 
 
+def test_replicas_are_on_the_card() -> None:
+    middle = replace(STAGES[1], replicas=("cuda:2", "cuda:3"))
+    said = texts(draw(replace(PROGRAM, stages=(STAGES[0], middle, STAGES[2]))))
+    assert said[1].startswith("3 stages on 4 devices, ")
+    assert "cuda:1-3" in said
+
+
 def test_a_part_of_a_list_is_a_range() -> None:
     """Also where its items are several modules each, and with what is beside them."""
     parts = [f"blocks.{i}.{part}" for i in (6, 7) for part in ("norm", "attention.qkv", "attention.out", "mlp")]

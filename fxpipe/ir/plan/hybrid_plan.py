@@ -204,7 +204,15 @@ def show(plan: HybridPlan) -> str:
 
 def replica_group(cluster: Cluster, devices: Sequence[int]) -> str:
     """The devices of a stage as the cluster calls them, neighbours joined: "V100:0-7"."""
-    labels = [cluster.labels[device] for device in devices]
+    return joined([cluster.labels[device] for device in devices])
+
+
+def joined(labels: Sequence[str]) -> str:
+    """Labels of devices, neighbours joined.
+
+    >>> joined(["cpu:1", "cpu:2"]), joined(["cpu:0", "cuda:0"])
+    ('cpu:1-2', 'cpu:0, cuda:0')
+    """
     kinds = {label.rpartition(":")[0] for label in labels}
     numbers = [label.rpartition(":")[2] for label in labels]
     if len(kinds) == 1 and all(number.isdecimal() for number in numbers):
