@@ -159,4 +159,4 @@ def test_an_installed_wheel_runs_the_tour(tmp_path: Path) -> None:
     assert "2 stages" in shown
     assert "bubble" in shown
     lend(site, *map(str, required(own.requires or (), "demo")))
-    assert "the schedule as a picture" in run(environment / "bin" / "fxpipe", "demo", "--steps", "1")
+    assert "stages.svg, timeline.svg, package/" in run(environment / "bin" / "fxpipe", "demo", "--steps", "1")

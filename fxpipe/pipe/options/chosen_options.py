@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.plan import Plan
@@ -10,7 +10,7 @@ from fxpipe.ir.program.kept_bytes import KeptBytes
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.schedules.make_schedule import AUTO, IN_TURN, WARM
 
-from .compile_options import Options, not_used
+from .compile_options import Options, every_device
 
 
 def chosen_lines(
@@ -104,3 +104,16 @@ def _checkpoint(
     if set(own) == {"never"}:
         return f"{modes}: recomputing would not lower the peak of what a device keeps"
     return f"{modes}: recomputed where that lowers the peak of what the device keeps"
+
+
+def not_used(options: Options, used: Collection[str]) -> str:
+    """What was asked for and is not done where only the devices `used` have a stage: "" if nothing."""
+    rest = [label for label in every_device(options) if label not in used]
+    found = [f"devices {', '.join(rest)}"] if rest else []
+    if len(used) == 1:
+        if options.schedule not in ("gpipe", AUTO):
+            found.append(f"schedule={options.schedule!r}" if isinstance(options.schedule, str) else "schedule=")
+        plain = Options(options.devices, options.chunks)
+        names = ("warmup", "offload", "cut")
+        found += [f"{name}=" for name in names if getattr(options, name) != getattr(plain, name)]
+    return "; ".join(found)

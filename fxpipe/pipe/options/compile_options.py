@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -250,19 +250,6 @@ def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, t
 def every_device(options: Options) -> tuple[str, ...]:
     """The labels of the devices of all stages, stage by stage, replicas included."""
     return tuple(label for first in options.devices for label in (first, *options.replicas.get(first, ())))
-
-
-def not_used(options: Options, used: Collection[str]) -> str:
-    """What was asked for and is not done where only the devices `used` have a stage: "" if nothing."""
-    rest = [label for label in every_device(options) if label not in used]
-    found = [f"devices {', '.join(rest)}"] if rest else []
-    if len(used) == 1:
-        if options.schedule not in ("gpipe", AUTO):
-            found.append(f"schedule={options.schedule!r}" if isinstance(options.schedule, str) else "schedule=")
-        plain = Options(options.devices, options.chunks)
-        names = ("warmup", "offload", "cut")
-        found += [f"{name}=" for name in names if getattr(options, name) != getattr(plain, name)]
-    return "; ".join(found)
 
 
 def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tuple[str, tuple[str, ...]]]:

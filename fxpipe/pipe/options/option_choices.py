@@ -11,7 +11,8 @@ from fxpipe.ir.plan.plan import Plan
 from fxpipe.planning.stages.plan_stages import inner_cuts
 from fxpipe.schedules.make_schedule import AUTO
 
-from .compile_options import Options, candidates, every_device, not_used
+from .chosen_options import not_used
+from .compile_options import Options, candidates, every_device
 
 SMALLER = "move these lines into the forward of a smaller submodule, and the rest is cut"
 
