@@ -44,11 +44,11 @@ def report(pipe: Any, path: str | Path) -> Path:
     lines of the model, no values of tensors. Over ranks each rank can write it alone. Raises PlanError for another
     suffix, FxpipeError before the first call, and OSError if the file cannot be written."""
     made, path = pipe.build, Path(path)
-    compared = None if pipe._state.timed is None else pipe.compare()
     if path.suffix.lower() != ".html":
         raise PlanError(
             f"{str(path)!r} is no page: write a name that ends with .html, as in pipe.report('report.html')"
         )
+    compared = None if pipe._state.timed is None else pipe.compare()
     sections = {
         "Model": _model(made),
         "Stages": _stages(pipe, made),
