@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from fxpipe.ir.plan.hybrid_plan import joined
+from fxpipe.ir.plan.hybrid_plan import joined, ranges
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.viz.svg_elements import arrow_head, page, tag, text_width, words
 
@@ -157,19 +158,20 @@ def _ranges(names: Sequence[str]) -> list[str]:
     >>> _ranges(["norm", "blocks.6", "blocks.7", "blocks.9", "3", "4"])
     ['norm', 'blocks.6-7', 'blocks.9', '3-4']
     """
-    runs: list[tuple[str, int, int] | str] = []
-    for name in names:
-        parent, dot, last = name.rpartition(".")
-        before = runs[-1] if runs else ""
-        if not last.isdecimal():
-            runs.append(name)
-        elif not isinstance(before, str) and before[0] == parent + dot and before[2] + 1 == int(last):
-            runs[-1] = (before[0], before[1], int(last))
+    found: list[str] = []
+    for parent, run in groupby(names, _list_of):
+        if parent is None:
+            found += run
         else:
-            runs.append((parent + dot, int(last), int(last)))
-    return [
-        run if isinstance(run, str) else f"{run[0]}{run[1]}" + (f"-{run[2]}" if run[2] > run[1] else "") for run in runs
-    ]
+            numbers = ranges(int(name.removeprefix(parent)) for name in run)
+            found += (parent + part for part in numbers.split(", "))
+    return found
+
+
+def _list_of(name: str) -> str | None:
+    """What stands before the number of an item of a list of modules; None for another module."""
+    parent, dot, last = name.rpartition(".")
+    return parent + dot if last.isdecimal() else None
 
 
 def _counts(program: Program, stage: Stage) -> str:
