@@ -167,11 +167,8 @@ class Scope:
         match node:
             case _ if depth > DEEP:
                 return set()
-            case ast.Name():
-                found = self.find(node.id)
-                return set() if isinstance(found, Scope) else {kind for one in found for kind in one.kinds(deeper)}
-            case ast.Attribute():
-                return {kind for one in self.kinds(node.value, deeper) for kind in one.attribute(node.attr, deeper)}
+            case ast.Name() | ast.Attribute():
+                return self.held(node, deeper, items=False)
             case ast.Subscript():
                 return self.items(node.value, deeper)
             case ast.IfExp():
@@ -194,14 +191,8 @@ class Scope:
         match node:
             case _ if depth > DEEP:
                 return set()
-            case ast.Name():
-                found = self.find(node.id)
-                return (
-                    set() if isinstance(found, Scope) else {kind for one in found for kind in one.kinds(deeper, True)}
-                )
-            case ast.Attribute():
-                owners = self.kinds(node.value, deeper)
-                return {kind for one in owners for kind in one.attribute(node.attr, deeper, True)}
+            case ast.Name() | ast.Attribute():
+                return self.held(node, deeper, items=True)
             case ast.List() | ast.Tuple() | ast.Set():
                 return {kind for value in node.elts for kind in self.kinds(value, deeper)}
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
@@ -215,6 +206,13 @@ class Scope:
             case ast.Call():
                 return self.called(node.func, deeper)[1]
         return set()
+
+    def held(self, node: ast.Name | ast.Attribute, depth: int, items: bool) -> set[Scope]:
+        """The classes that what a variable or an attribute holds may be of, or the `items` of that."""
+        if isinstance(node, ast.Attribute):
+            return {kind for one in self.kinds(node.value, depth) for kind in one.attribute(node.attr, depth, items)}
+        found = self.find(node.id)
+        return set() if isinstance(found, Scope) else {kind for one in found for kind in one.kinds(depth, items)}
 
     def called(self, node: ast.expr, depth: int) -> tuple[set[Scope], set[Scope]]:
         """The classes that what a call returns may be of, and those of its items."""
