@@ -47,20 +47,6 @@ class UnfinishedSearchWarning(UserWarning):
     """DAPPLE's search for a plan did not end within `time_limit`: the plan is the best that it had found by then."""
 
 
-OURS = {"fxpipe", "passes", "codegen", "torch", "contextlib"}  # not the user's modules
-
-
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, at the user's line that led here."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
-        if frame.f_back is None:  # a worker thread
-            level = 2
-            break
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
-
-
 class CompileError(FxpipeError):
     """A stage cannot be compiled by the backend that was asked for."""
 
@@ -79,6 +65,20 @@ class ReleasedError(FxpipeError, RuntimeError):
 
 class RankError(FxpipeError):
     """Another rank has failed, is gone, or has another model or plan: the message says which, and what happened."""
+
+
+OURS = {"fxpipe", "passes", "codegen", "torch", "contextlib"}  # not the user's modules
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the user's line that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        if frame.f_back is None:  # a worker thread
+            level = 2
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def similar(word: object, known: Iterable[str], most: int = 3) -> list[str]:
