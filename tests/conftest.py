@@ -63,6 +63,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test draws the same numbers wherever and after whatever it runs, so its fixtures do."""
+    torch.manual_seed(crc32(item.nodeid.encode()))
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Ctrl-C raises, also where the tests run in the background, which ignores it."""
