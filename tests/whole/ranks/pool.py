@@ -27,6 +27,8 @@ SIZE = 4
 GROUPS = ((0, 1), (2, 3), (0, 1, 2), (0, 1, 2, 3))
 PATIENCE = 200  # seconds that one function may take
 LIMIT = timedelta(seconds=60)
+STARTS = 3
+READY = "ready"
 WARM = ["tests.whole.ranks.warm"]
 
 
@@ -39,21 +41,35 @@ class Pool:
     they compute on and talk over (`backends.py`)."""
 
     def __init__(self, size: int = SIZE, how: str = "forkserver", mode: str | None = None) -> None:
-        context: Any = get_context(how)
+        self.context: Any = get_context(how)
         if how == "forkserver":
-            context.set_forkserver_preload(WARM)
-        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        meeting = str(Path(self.folder.name) / "meet")
-        ends = [context.Pipe() for _ in range(size)]
-        self.processes = [
-            context.Process(target=serve, args=(theirs, rank, size, meeting, mode or ""), daemon=True)
-            for rank, (_, theirs) in enumerate(ends)
-        ]
-        for process in self.processes:
+            self.context.set_forkserver_preload(WARM)
+        self.size, self.mode = size, mode or ""
+        for _ in range(STARTS):
+            self.processes, self.ends, self.folder = self._started()
+            if self._ready():
+                return
+            self.close()
+        raise RankFailed(f"{size} ranks have not met, {STARTS} times")
+
+    def _started(self) -> tuple[list[Any], list[Connection], tempfile.TemporaryDirectory[str]]:
+        folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        meeting = str(Path(folder.name) / "meet")
+        ends = [self.context.Pipe() for _ in range(self.size)]
+        given = [(theirs, rank, self.size, meeting, self.mode) for rank, (_, theirs) in enumerate(ends)]
+        processes = [self.context.Process(target=serve, args=one, daemon=True) for one in given]
+        for process in processes:
             process.start()
         for _, theirs in ends:
             theirs.close()
-        self.ends = [ours for ours, _ in ends]
+        return processes, [ours for ours, _ in ends], folder
+
+    def _ready(self) -> bool:
+        """Whether all ranks have met. On a busy machine gloo may lose a connection while it makes them."""
+        try:
+            return all(end.poll(2 * LIMIT.total_seconds()) and end.recv() == READY for end in self.ends)
+        except (EOFError, ConnectionError):
+            return False
 
     def start(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int], patience: float = PATIENCE) -> None:
         """`patience`: seconds after which each rank prints where it is."""
@@ -91,6 +107,7 @@ def serve(end: Connection, rank: int, size: int, meeting: str, mode: str) -> Non
     torch.set_num_threads(1)
     backends.start(mode, rank, size, store=dist.FileStore(meeting, size), timeout=LIMIT)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in GROUPS if max(ranks) < size}
+    end.send(READY)
     while True:
         try:
             function, ranks, args, patience = end.recv()
