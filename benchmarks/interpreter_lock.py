@@ -14,7 +14,7 @@ because of the schedule, the bubble, do not count. For n devices:
 Where the host had a core for each device and no lock, all would stay the same from 1 device to 8. What "processes"
 loses with n are the cores; what "threads" loses beyond that is the lock; what "pipe" loses beyond "threads" are its
 messages, and threads that wake each other. A CPU pipe of actions as small as these leaves its threads by itself
-(`fxpipe/engines/common/thread_autotune.py`); that is turned off here.
+(`fxpipe/engines/local/thread_autotune.py`); that is turned off here.
 
 The first table is of CPU workers. The others are of the device for tests (`tests/accelerator/`, with a C++ compiler),
 an accelerator whose operations run on the host and are checked one by one, under one lock in C++ for all devices; on it

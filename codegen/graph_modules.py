@@ -70,6 +70,8 @@ def graph_module(graph: Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
         inside = made.body(graph.totals, known)
         known |= {output.value: inside[output.value] for output in graph.totals.outputs}
     known = made.body(graph, known)
+    if graph.epilogue is not None:
+        known = made.body(graph.epilogue, known)
     return made.finish(made.nest(graph.result, known))
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Op, rename
+from fxpipe.ir.program.cheap_ops import cheap_ops
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.connect_stages import fresh, wire
 from fxpipe.passes.pass_context import PassContext

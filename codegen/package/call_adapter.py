@@ -192,7 +192,7 @@ def _modules(value: Any) -> set[str]:
 def _result(graph: Graph) -> tuple[Statement, frozenset[str]]:
     names: dict[str, str] = {}
     parameters = []
-    for output in graph.outputs:
+    for output in graph.returned:
         name = identifier(output.value)
         while name in parameters:
             name += "_"

@@ -124,8 +124,8 @@ def bind(
       paths of `stay`, stages on another device have copies.
 
     Raises PackageError, and changes nothing, if the model does not fit; PlanError if a device is missing."""
-    stages, whole = bound_stages(module, model, constants, others, calls, move=move, stay=stay)
-    return module.Scheduler(stages, whole)
+    stages, whole, epilogue = bound_stages(module, model, constants, others, calls, move=move, stay=stay)
+    return module.Scheduler(stages, whole, epilogue)
 
 
 def bound_stages(
@@ -138,20 +138,23 @@ def bound_stages(
     move: bool = True,
     stay: Collection[str] = (),
     here: Mapping[str, torch.device] | None = None,
-) -> tuple[list[Any], Any]:
-    """The arguments of the scheduler: the stages with the model's tensors, and the stage that computes the totals, or
-    None. Arguments as in `bind`. `here`: the devices of this process, by label; stages on other devices are None."""
+) -> tuple[list[Any], Any, Any]:
+    """The arguments of the scheduler: the stages with the model's tensors, and what computes the totals and the
+    epilogue of the whole batch, or None. Arguments as in `bind`. `here`: the devices of this process, by label; stages
+    on other devices are None."""
     devices, replicas = module.Scheduler.devices, module.Scheduler.replicas
     placed = [(j, label) for j, first in enumerate(devices) for label in (first, *(replicas[j] if replicas else ()))]
     known = {label: worker_device(label) for _, label in placed} if here is None else here
     for stage, label in placed:
         if label in known:
             _check_device(stage, known[label])
-    totals = getattr(module, "TOTALS", ())
-    # Every process computes totals for itself.
+    totals, epilogue = getattr(module, "TOTALS", ()), getattr(module, "EPILOGUE", ())
+    # Every process computes totals for itself; the epilogue runs where a stage gives what it takes.
     whole_device = known.get(devices[-1]) or next(iter(known.values()))
     kinds = [(kind, known.get(label)) for kind, label in zip(module.STAGES, devices, strict=True)]
-    kinds += [(kind, whole_device) for kind in totals]
+    kinds += [(kind, whole_device) for kind in totals] + [
+        (kind, known.get(devices[module.Scheduler.epilogue_stage])) for kind in epilogue
+    ]
     kinds += [
         (kind, known.get(label)) for kind, labels in zip(module.STAGES, replicas, strict=False) for label in labels
     ]
@@ -175,7 +178,7 @@ def bound_stages(
         for name in kind.constants:
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
-        own = here is not None or at < len(devices) + len(totals)  # a replica in one process holds copies
+        own = here is not None or at < len(devices) + len(totals) + len(epilogue)  # other replicas hold copies
         for path in kind.states if move and own else ():
             if path in stay:
                 continue
@@ -185,7 +188,7 @@ def bound_stages(
                 move_to(tensors[sources[at][path]], device)
         stages.append(kind(tensors, held, device, submodules))
     whole = stages.pop(len(devices)) if totals else None
-    return stages, whole
+    return stages, whole, stages.pop(len(devices)) if epilogue else None
 
 
 def _whole(model: nn.Module, path: str, kind: type[Stage]) -> Opaque:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxpipe.codegen.package.call_adapter import call_functions, unreachable
 from fxpipe.codegen.stage.stage_constants import constant_names
-from fxpipe.codegen.stage.stage_file import emit_device, emit_stage, emit_totals
+from fxpipe.codegen.stage.stage_file import emit_device, emit_epilogue, emit_stage, emit_totals
 from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc, prefix
 from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.source_names import doc_prose, string
@@ -49,6 +49,7 @@ from fxpipe.ir.plan.plan import dump as dump_plan
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.messages import dump as dump_table
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.whole_batch import ALONE, WholeBatch
 from fxpipe.ir.schedule.schedule import Schedule, partners
 
 CONSTANTS = "constants.pt"
@@ -62,14 +63,14 @@ def package(
     plan: Plan,
     scheduler_source: str,
     notes: Sequence[str] = (),
-    totals: Program | None = None,
+    whole: WholeBatch = ALONE,
     by_device: bool = False,
     schedule: Schedule | None = None,
 ) -> dict[str, str]:
     """The files of the package, by name.
 
     - `notes`: facts for the header of each stage.
-    - `totals`: a program of one stage that computes the totals of the whole batch.
+    - `whole`: what runs on the whole batch.
     - `by_device`: whether the stages of a device are in one file.
     - `schedule`: says which methods of backward and of pairs are needed.
     """
@@ -83,8 +84,9 @@ def package(
         beside = [partners(schedule, j) if schedule else () for j in range(len(homes))]
         stages = {f"{home}.py": emit_stage(program, j, notes[j], kinds, beside[j]) for j, home in enumerate(homes)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
-    others |= {} if totals is None else {"totals.py": emit_totals(totals)}
-    return {"__init__.py": _init(program, plan, totals, homes), **stages, **others}
+    others |= {} if whole.totals is None else {"totals.py": emit_totals(whole.totals)}
+    others |= {} if whole.epilogue is None else {"epilogue.py": emit_epilogue(whole.epilogue)}
+    return {"__init__.py": _init(program, plan, whole, homes), **stages, **others}
 
 
 def _homes(program: Program, by_device: bool) -> list[str]:
@@ -93,14 +95,15 @@ def _homes(program: Program, by_device: bool) -> list[str]:
     return [f"device{devices.index(s.device)}" if by_device else f"stage{s.index}" for s in program.stages]
 
 
-def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[str]) -> str:
+def _init(program: Program, plan: Plan, whole: WholeBatch, homes: Sequence[str]) -> str:
     functions, modules, call = call_functions(program.graph)
     by_device = not all(home == f"stage{j}" for j, home in enumerate(homes))
     names = tuple(f"{home}.Stage{j}" if by_device else f"Stage{j}" for j, home in enumerate(homes))
     relative = [f"from . import {', '.join(sorted(set(homes)))}"] if by_device else []
     relative += ["from .scheduler import Scheduler"]
     relative += [] if by_device else [f"from .{home} import Stage{j}" for j, home in enumerate(homes)]
-    relative += [] if totals is None else ["from .totals import Totals"]
+    relative += [] if whole.totals is None else ["from .totals import Totals"]
+    relative += [] if whole.epilogue is None else ["from .epilogue import Epilogue"]
     facts: dict[str, Doc] = {
         "FORMAT": str(FORMAT),
         "MODEL": string(program.graph.model),
@@ -108,7 +111,8 @@ def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[
         "CHUNKS": str(plan.chunks),
         "STAGES": Brackets("(", names, ")", "literal"),
     }
-    facts |= {} if totals is None else {"TOTALS": "(Totals,)  # what micro-batches must know of the whole batch"}
+    facts |= {} if whole.totals is None else {"TOTALS": "(Totals,)  # what micro-batches must know of the whole batch"}
+    facts |= {} if whole.epilogue is None else {"EPILOGUE": "(Epilogue,)  # what runs on the joined micro-batches"}
     facts |= {} if program.graph.loss is None else {"OUTPUTS": f"{_returns_outputs(program)}  # beside the loss"}
     loss = () if program.graph.loss is None else (BLANK, *_loss(program.graph.fingerprint))
     statements = (
@@ -118,7 +122,7 @@ def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[
         *(Assign((name,), doc) for name, doc in facts.items()),
         BLANK,
         Comment("The model's tensors that the stages hold: key, shape, type."),
-        Assign(("TENSORS",), _tensors(program, totals)),
+        Assign(("TENSORS",), _tensors(program, whole)),
         BLANK,
         Comment("What a call brings: name, shape (b is the batch), type."),
         Assign(("INPUTS",), _input_types(program.graph, plan.chunks)),
@@ -166,8 +170,8 @@ def _wrapped(call: str) -> list[str]:
     return [f"{head}(", *inner, "    )"]
 
 
-def _tensors(program: Program, totals: Program | None) -> Doc:
-    states = {state.held: state for one in (program, totals) if one is not None for state in one.graph.states}
+def _tensors(program: Program, whole: WholeBatch) -> Doc:
+    states = {state.held: state for one in (program, *whole.programs) for state in one.graph.states}
     return tuple_of(
         tuple_of((string(state.path), literal(tuple(state.type.shape)), string(DTYPES[state.type.dtype].torch)))
         for state in states.values()
@@ -231,12 +235,12 @@ def save(
     program: Program,
     files: Mapping[str, str],
     folder: str | Path,
-    totals: Program | None = None,
+    whole: WholeBatch = ALONE,
     table: MessageTable | None = None,
 ) -> None:
     """Write the package so that another process can load it, or several, with the `table` of its messages. Raises
     PackageError, and writes nothing, if it uses something that another process would not have."""
-    tensors = {name: _savable(program, name, value) for name, value in constants(program, totals).items()}
+    tensors = {name: _savable(program, name, value) for name, value in constants(program, whole).items()}
     for file, text in files.items():
         if re.search(r"^import __main__$", text, re.MULTILINE):
             raise PackageError(
@@ -265,19 +269,18 @@ def write(files: Mapping[str, str], folder: str | Path) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     for old in path.glob("*.py"):
-        if old.name not in files and re.fullmatch(r"(stage|device)\d+\.py|totals\.py", old.name):
+        if old.name not in files and re.fullmatch(r"(stage|device)\d+\.py|(totals|epilogue)\.py", old.name):
             old.unlink()
     for name, text in files.items():
         (path / name).write_text(text, encoding="utf-8", newline="\n")
 
 
-def constants(program: Program, totals: Program | None = None) -> dict[str, Any]:
+def constants(program: Program, whole: WholeBatch) -> dict[str, Any]:
     """The constants of the stages, by the name of the attribute."""
     found: dict[str, Any] = {}
-    for part in (program, totals):
-        if part is not None:
-            values = {state.name: state.value for state in part.graph.states}
-            found |= {name: values[state] for state, name in constant_names(part).items()}
+    for part in (program, *whole.programs):
+        values = {state.name: state.value for state in part.graph.states}
+        found |= {name: values[state] for state, name in constant_names(part).items()}
     return found
 
 

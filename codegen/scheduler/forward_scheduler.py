@@ -30,15 +30,15 @@ from fxpipe.codegen.text.statements import (
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.plan import FORWARD_AGAIN
 from fxpipe.ir.program.program import Program, Stage
+from fxpipe.ir.program.whole_batch import ALONE, WholeBatch
 
 RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the methods may use of fxpipe.runtime
 
 
-def emit_scheduler(program: Program, chunks: int, totals: Program | None = None) -> str:
-    """The source of `scheduler.py`, for GPipe's clock of `chunks` micro-batches. `totals`: a program of one stage that
-    computes the totals of the whole batch."""
+def emit_scheduler(program: Program, chunks: int, whole: WholeBatch = ALONE) -> str:
+    """The source of `scheduler.py`, for GPipe's clock of `chunks` micro-batches. `whole` runs on the whole batch."""
     places = Places(program)
-    head, gather = attributes(program, places, totals), _gather(program, places)
+    head, gather = attributes(program, places, whole), _gather(program, places)
     sections = [
         section(stage, (_ready(stage, places, chunks > 1), _compute(stage, places))) for stage in program.stages
     ]

@@ -13,14 +13,14 @@ from fxpipe.codegen.text.source_names import prose, state_path, string
 from fxpipe.codegen.text.statements import BLANK, Assign, Block, Call, Comment, Statement, apart, rows_of, tuple_of
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.program import Loan, Program, Stage
+from fxpipe.ir.program.whole_batch import WholeBatch
 
 Group = Sequence[Statement]  # an empty line goes before and after it
 
 
-def attributes(program: Program, places: Places, totals: Program | None = None) -> Group:
-    """The class attributes that `SchedulerBase` reads. `totals`: a program of one stage, run before the batch is
-    cut."""
-    takes = () if totals is None else totals.stages[0].takes
+def attributes(program: Program, places: Places, whole: WholeBatch) -> Group:
+    """The class attributes that `SchedulerBase` reads."""
+    takes = () if whole.totals is None else whole.totals.stages[0].takes
     known = {name for stage in program.stages for name in stage.takes}
     known |= {*takes, *(output.value for output in program.graph.outputs)}
     sizes = [size for size in program.graph.sizes if size.name in known]
@@ -35,13 +35,26 @@ def attributes(program: Program, places: Places, totals: Program | None = None) 
         *rows_of("detached", (string(places.name(name)) for name in detached)),
         *rows_of("replicas", replicas if any(stage.replicas for stage in program.stages) else ()),
     ]
-    if totals is not None:
-        both = (totals.stages[0].gives, takes)
-        pair = (tuple_of(string(places.name(name)) for name in names) for names in both)
-        found += [Comment("what is computed from the whole batch, and from what of it"), *rows_of("totals", pair)]
+    if whole.totals is not None:
+        found += [
+            Comment("what is computed from the whole batch, and from what of it"),
+            *_gives_and_takes("totals", whole.totals.stages[0], places),
+        ]
+    if whole.epilogue is not None:
+        found += [
+            Comment("what is computed from the joined micro-batches, and from what of them"),
+            *_gives_and_takes("epilogue", whole.epilogue.stages[0], places),
+            Assign(("epilogue_stage",), str(program.epilogue_stage)),
+        ]
     if any(op.random for stage in program.stages for op in stage.ops):
         found.append("random = True")
     return found
+
+
+def _gives_and_takes(name: str, stage: Stage, places: Places) -> Iterable[Statement]:
+    """The names of what a stage of the whole batch gives and takes, as class attribute `name`."""
+    both = (stage.gives, stage.takes)
+    return rows_of(name, (tuple_of(string(places.name(value)) for value in names) for names in both))
 
 
 def row(*items: str | int | None) -> Brackets:

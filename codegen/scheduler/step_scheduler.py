@@ -40,15 +40,16 @@ from fxpipe.ir.plan.plan import FORWARD_AGAIN, Plan
 from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fxpipe.ir.program.program import Move, Program, Stage, recut
 from fxpipe.ir.program.transfers import BACK
+from fxpipe.ir.program.whole_batch import ALONE, WholeBatch
 from fxpipe.ir.schedule.schedule import Schedule, cell, partners, plain, show
 from fxpipe.ir.units import count
 
 TAKEN = frozenset(("self", "m", "i", "j", "draw", "forward"))  # names that the methods use themselves
 
 
-def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program | None = None) -> str:
+def emit_steps(program: Program, schedule: Schedule, plan: Plan, whole: WholeBatch = ALONE) -> str:
     """The source of `scheduler.py`. The rows of `schedule` are the program's devices in order of first appearance;
-    `totals`, of one stage, computes what the micro-batches must know of the whole batch."""
+    `whole` runs on the whole batch."""
     places = Places(program)
     kinds = {action.kind for action in schedule.place}
     replicated = any(stage.replicas for stage in program.stages)
@@ -56,7 +57,7 @@ def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program
         ("ReplicatedScheduler", "local.replica_step") if replicated else ("StepScheduler", "common.step_engine")
     )
     offloaded = rows_of("offloaded", (str(index) for index, stage in enumerate(plan.stages) if stage.offload))
-    head = [*attributes(program, places, totals), *_attributes(program, places, schedule)]
+    head = [*attributes(program, places, whole), *_attributes(program, places, schedule)]
     if offloaded:
         head += [BLANK, Comment("stages whose activations wait in host memory"), *offloaded]
     sections = [
@@ -148,6 +149,8 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> Iterato
     loss = next((output for output in program.graph.outputs if output.value == program.graph.loss), None)
     if loss is not None and loss.reduce is not None:
         yield Assign(("loss_reduce",), string(loss.reduce))
+    if program.graph.trains_epilogue:
+        yield Assign(("trained",), string(places.name(program.graph.loss or "")))
     yield Assign(("schedule",), string(schedule.name))
     labels = [quoted(label) for label in dict.fromkeys(program.devices)]
     width, bare = max(map(len, labels)) + 2, plain(schedule)
@@ -307,6 +310,8 @@ def _root(name: str, stage: Stage, places: Places, i: str, end: str) -> Statemen
     ]
     if name == program.graph.loss:
         parts.insert(0, Brackets("m.root(", (*own, string(places.name(name))), ")"))
+    if program.graph.trains_epilogue and name in program.graph.taken:
+        parts.insert(0, Brackets("m.epilogue_gradient(", (*own, string(places.name(name))), ")"))
     if not parts:
         return Assign((variable,), "None", "for the caller alone")
     return Assign((variable,), parts[0] if len(parts) == 1 else Call("m.add", tuple(parts)))

@@ -26,6 +26,8 @@ class Places:
         self.outputs = {output.value for output in program.graph.outputs}
         self.sources = {(move.value, move.target): move.source for move in program.moves}
         given = [item.name for item in program.graph.inputs] + [size.name for size in program.graph.sizes]
+        if program.graph.epilogue is not None:
+            given += [output.value for output in program.graph.epilogue.outputs]
         self._homes = dict.fromkeys(given, -1)
         for move in program.moves:
             for value in (move.given, move.value):

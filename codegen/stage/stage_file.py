@@ -52,6 +52,12 @@ def emit_totals(program: Program) -> str:
     return _emit(program, program.stages[0], "Totals", title, "")
 
 
+def emit_epilogue(program: Program) -> str:
+    """The source of `epilogue.py`, which runs on the joined micro-batches. `program` has one stage."""
+    title = "What needs the whole batch: computed once, from what the micro-batches give, joined."
+    return _emit(program, program.stages[0], "Epilogue", title, "")
+
+
 def emit_stage(
     program: Program, index: int, notes: str = "", kinds: Collection[str] = (), beside: Sequence[int] = ()
 ) -> str:

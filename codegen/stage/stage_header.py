@@ -56,14 +56,14 @@ def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
 
 def _source(program: Program, move: Move) -> str:
     if move.source < 0:
-        return "from the caller"
+        whole = any(item.name == move.value and not item.path for item in program.graph.inputs)
+        return "of the whole batch" if whole else "from the caller"
     if (found := program.collective_of(move)) is not None:
         return f"{MADE[found.kind]} of what stage {move.source} and others give"
     return f"from stage {move.source}" + (", through a portal" if program.is_portal(move) else "")
 
 
 def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
-    n = len(program.stages)
     leaving: dict[str, list[Move]] = {name: [] for name in stage.gives}
     for move in program.leaving[stage.index]:
         leaving[move.given].append(move)
@@ -78,13 +78,19 @@ def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
         if shared and not near:
             continue
         if near or not far:
-            yield _Row("gives", variables[name], kind, _targets(near, n))
+            yield _Row("gives", variables[name], kind, _targets(program, near))
         if far:
-            yield _Row("sends", variables[name], kind, _targets(far, n) + ", through a portal")
+            yield _Row("sends", variables[name], kind, _targets(program, far) + ", through a portal")
 
 
-def _targets(moves: list[Move], n: int) -> str:
-    places = ["the caller" if move.target == n else f"stage {move.target}" for move in moves]
+def _target(program: Program, move: Move) -> str:
+    if move.target < len(program.stages):
+        return f"stage {move.target}"
+    return "the epilogue" if move.value in program.graph.taken else "the caller"
+
+
+def _targets(program: Program, moves: list[Move]) -> str:
+    places = [_target(program, move) for move in moves]
     return "to " + " and ".join(places) if places else ""
 
 

@@ -44,19 +44,29 @@ def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes]
     mixed = find_mixed(graph, flow, [value for value in values if value not in exact], reduce)
 
     def output(value: str) -> Output:
-        op, kind = by_name.get(value), found[value]
         if value in exact:
-            return Output(value, None, _reduce_size(value, op, graph, exact[value]))
-        if batch_dims(flow.types[value]):
-            return _samples(value, op, graph, flow)
-        if kind == SAME and value not in flow.depends:
-            return Output(value, None, "same")
-        is_sum = kind.reduce is not None and parts & needed(graph, [value]) - {value}
-        return Output(
-            value, None, _pooled(value, op, graph, flow, kind, None if is_sum else said(graph, value, reduce))
-        )
+            return Output(value, None, _reduce_size(value, by_name.get(value), graph, exact[value]))
+        is_sum = found[value].reduce is not None and parts & needed(graph, [value]) - {value}
+        return joined(value, graph, flow, found, None if is_sum else said(graph, value, reduce))
 
     return replace(graph, outputs=tuple(map(output, values)), mixed=mixed)
+
+
+def of_one(value: str, graph: Graph) -> Output:
+    """A value of a batch of one micro-batch: with the dimension of its samples, if it has one."""
+    dims = batch_dims(graph.types[value])
+    return Output(value, dims[0], None) if dims else Output(value, None, "same")
+
+
+def joined(value: str, graph: Graph, flow: Flow, found: Mapping[str, Kind], how: str | None) -> Output:
+    """How a value of the batch is joined from those of the micro-batches; `how`: as the user says. Raises CaptureError
+    if it cannot be."""
+    op = flow.made.get(value)
+    if batch_dims(flow.types[value]):
+        return _samples(value, op, graph, flow)
+    if found[value] == SAME and value not in flow.depends:
+        return Output(value, None, "same")
+    return Output(value, None, _pooled(value, op, graph, flow, found[value], how))
 
 
 def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:

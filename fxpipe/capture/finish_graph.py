@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fxpipe.batching.batch_facts import batch_dims
-from fxpipe.batching.batch_totals import spread
-from fxpipe.batching.join_outputs import check_shapes, with_outputs
+from fxpipe.batching.join_outputs import check_shapes, of_one, with_outputs
 from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.batching.op_errors import at
+from fxpipe.batching.whole_batch.batch_totals import spread
+from fxpipe.batching.whole_batch.epilogue import with_epilogue
 from fxpipe.capture.batch_size.places_of_rows import with_checked_places
 from fxpipe.capture.capture_errors import LOOKS_INTO_RESULT, Refused
 from fxpipe.capture.tracing.fx_to_graph import Draft
@@ -22,8 +23,9 @@ from fxpipe.capture.tracing.storageless_tensors import dense, has_no_values, lik
 from fxpipe.capture.tracing.symbolic_sizes import type_of
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.check_graph import check
 from fxpipe.ir.graph.dead_code import without_dead_ops
-from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, check, refs
+from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, refs
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.unique_names import Names
@@ -62,8 +64,8 @@ class Finished:
         attributes are restored after a dry pass."""
         if not self.constants:
             return self
-        totals = self.graph.totals
-        states = (*self.graph.states, *(totals.states if totals is not None else ()))
+        totals, epilogue = self.graph.totals, self.graph.epilogue
+        states = [state for part in (self.graph, totals, epilogue) if part is not None for state in part.states]
         old = {state.name: state.value for state in states if state.name in self.constants}
         if all(flat[place] is old[name] for name, place in self.constants.items()):
             return self
@@ -76,7 +78,8 @@ class Finished:
                     "the object that loss_fn is"
                 )
         new = self._with_constants(self.graph, flat)
-        return replace(self, graph=replace(new, totals=totals and self._with_constants(totals, flat)))
+        totals, epilogue = (part and self._with_constants(part, flat) for part in (totals, epilogue))
+        return replace(self, graph=replace(new, totals=totals, epilogue=epilogue))
 
     def _with_constants(self, graph: Graph, flat: tuple[Any, ...]) -> Graph:
         states = tuple(
@@ -184,9 +187,13 @@ def finish(
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
     graph = graph if uncut else with_checked_places(graph)
     graph = spread(name_loss(graph, own=call.rest[0] is None) if loss else graph, values, reduce)
-    graph = with_outputs(graph, values, exact, reduce)
+    if uncut:
+        graph = replace(graph, outputs=tuple(of_one(value, graph) for value in values))
+    else:
+        graph, given = with_epilogue(graph, values, exact, reduce)
+        graph = with_outputs(graph, given, exact, reduce)
     check(graph)
-    places = {output.value: position for position, output in enumerate(graph.outputs)}
+    places = {output.value: position for position, output in enumerate(graph.returned)}
     slots = {slot.path: slot for slot in seen.slots}
     held = {state.name: slots[state.path] for state in graph.states if state.path in slots}
     gives = tuple(
@@ -194,7 +201,8 @@ def finish(
         for made, name in zip(hollows, draft.outputs, strict=True)
     )
     graph = without_dead_ops(graph)
-    states = (*graph.states, *(graph.totals.states if graph.totals is not None else ()))
+    parts = (graph, *(part for part in (graph.totals, graph.epilogue) if part is not None))
+    states = [state for part in parts for state in part.states]
     constants = {s.name: draft.places[s.name] for s in states if s.kind == "constant" and s.name in draft.places}
     return Finished(graph, gives, constants)
 

@@ -19,6 +19,7 @@ def cast(graph: Graph, dtype: str) -> Graph:
         states=tuple(replace(state, type=_cast(state.type, dtype)) for state in graph.states),
         ops=tuple(replace(op, type=_cast(op.type, dtype)) for op in graph.ops),
         totals=None if graph.totals is None else cast(graph.totals, dtype),
+        epilogue=None if graph.epilogue is None else cast(graph.epilogue, dtype),
     )
 
 

@@ -69,6 +69,7 @@ SCHEDULES: dict[str, Form] = {
 STRAIGHT = tuple(name for name, made in SCHEDULES.items() if made.shape == "straight")
 LOOPED = tuple(name for name, made in SCHEDULES.items() if made.shape in ("in turn", "v"))
 IN_TURN = tuple(name for name, made in SCHEDULES.items() if made.shape == "in turn")
+FORWARDS_FIRST = ("gpipe", "looped-bfs")  # those in which all forwards of a stage come before its first backward
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # those with backward in two halves
 AUTO: Final = "auto"  # the fastest, as simulated, of those that fit into memory
 WARM = {"1f1b": early, "1f1b-late": late}  # those that take `warmup` and `limit`

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State, check
+from fxpipe.ir.graph.check_graph import check
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State
 from fxpipe.ir.graph.value_types import IN_VMAP, VMAP, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.ir.plan.profile import OpCost, Profile
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir.graph.check_graph import check
 from fxpipe.ir.graph.evaluate_graph import call
-from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, State, check
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, State
 from fxpipe.ir.graph.value_types import ObjectType, TensorType, TupleType, ValueType
 
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.bool: "bool"}

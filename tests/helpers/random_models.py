@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir.graph.check_graph import check
 from fxpipe.ir.graph.dead_code import without_dead_ops
-from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State, check, map_refs, refs
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State, map_refs, refs
 from fxpipe.ir.graph.legal_cuts import legal_cuts
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, ValueType, tensors
 from fxpipe.ir.plan.plan import CHECKPOINT_MODES, Plan, StagePlan

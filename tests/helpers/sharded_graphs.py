@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.capture import capture
+from fxpipe.ir.graph.check_graph import check
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.evaluate_graph import evaluate
-from fxpipe.ir.graph.graph import Graph, check, show_op
+from fxpipe.ir.graph.graph import Graph, show_op
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.operator_map import Reading
 from fxpipe.ir.operators.operators import Operator, OperatorGraph

@@ -10,7 +10,8 @@ from time import process_time
 import pytest
 from torch import nn
 
-from fxpipe.ir.graph.graph import Output, Ref, check
+from fxpipe.ir.graph.check_graph import check
+from fxpipe.ir.graph.graph import Output, Ref
 from fxpipe.ir.program.program import Program
 from fxpipe.passes import PASSES, PassContext, lower
 from tests.helpers.nets import NETS, Chain, Masked, finest, make, plan

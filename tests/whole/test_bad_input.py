@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.errors import CaptureError, FxpipeError, InputError, PackageError, PlanError
+from tests.helpers.layer_behind import LayerBehind
 
 X = torch.randn(6, 4)
 
@@ -93,7 +94,7 @@ class Largest(nn.Module):
 def test_a_model_that_cannot_be_cut() -> None:
     x = X.clone().requires_grad_()  # of data alone, what mixes samples is computed for the whole batch
     with pytest.raises(CaptureError, match="reduce") as raised:
-        fxpipe.compile(Largest(), devices=1, chunks=2)(x)
+        fxpipe.compile(LayerBehind(Largest(), X.dtype), devices=1, chunks=2)(x)
     assert "test_bad_input.py" in str(raised.value)
     assert "return (x**2).max()" in str(raised.value)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.engines.common.step import Step
-from fxpipe.engines.common.thread_autotune import ThreadAutotune
+from fxpipe.engines.local.thread_autotune import ThreadAutotune
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import worker
 from fxpipe.runtime.random import seeded

@@ -99,7 +99,7 @@ def test_says_to_write_reduce() -> None:
     line = clipped.__code__.co_firstlineno + 2
     with closing(fxpipe.compile(net(), devices=2, chunks=4)) as pipe:
         with pytest.raises(CaptureError) as caught:
-            pipe.step(X, target=Y, loss_fn=clipped)
+            pipe.step(X, target=Y, loss_fn=partial(through, nn.Linear(3, 3).double()))
     assert re.sub(r"\(it .*?\)", "(...)", str(caught.value)) == (
         f"loss_fn is kept whole because of test_kept_loss.py:{line}  if float(loss.max()) > most * 1e6: (...), and\n"
         "the loss, f64[], is one value over the batch, and nothing tells whether it is a mean or a sum over its "

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 import fxpipe
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
-from fxpipe.engines.common.thread_autotune import ThreadAutotune
+from fxpipe.engines.local.thread_autotune import ThreadAutotune
 from tests.helpers.marks import mostly_slow
 
 BYTES = 1e6  # that hundreds of steps may leave, for caches that still grow; tensors would be many times as much

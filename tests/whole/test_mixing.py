@@ -23,16 +23,17 @@ CHUNKS = 4
 
 
 class Contrast(nn.Module):
-    """Two towers; their logits are of every sample with every other."""
+    """Two towers; their logits are of every sample with every other, and a layer is behind them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.image, self.text, self.scale = nn.Linear(8, 6), nn.Linear(8, 6), nn.Parameter(torch.tensor(0.5))
+        self.last = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         image = F.normalize(self.image(x), dim=-1)
         text = F.normalize(self.text(x.sin()), dim=-1)
-        logits = text @ image.t() * self.scale.exp()
+        logits = text @ image.t() * self.scale.exp() * self.last
         return {"text": logits, "image": logits.t(), "features": image}
 
 

@@ -137,7 +137,7 @@ def steps_of(graph: Graph, model: nn.Module, options: Options, call: Any) -> Ite
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         package = load_package(folder)
-        scheduler = bind(package, model, constants(made.program, made.totals))
+        scheduler = bind(package, model, constants(made.program, made.whole))
         try:
             yield lambda args, kwargs: package.result(*scheduler.run(package.inputs(*args, **kwargs), options.chunks))
         finally:

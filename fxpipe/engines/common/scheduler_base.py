@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +91,8 @@ class SchedulerBase:
     - `detached`: the inputs that get no gradient.
     - `totals`: the names of values that are computed from the whole batch before it is cut, such as the number of
       labels that a mean loss divides by; and the names of the inputs and sizes that they are computed from.
+    - `epilogue`: the names of values that are computed from the joined micro-batches, and of the outputs that they are
+      computed from, which are not returned; `epilogue_stage`: the stage that gives these.
     - `random`: whether any stage draws random numbers.
     - `replicas`: for each stage, the labels of the further workers that run it, each on a slice of every micro-batch.
     """
@@ -101,18 +103,26 @@ class SchedulerBase:
     outputs: tuple[tuple[str, int | None, str | None], ...] = ()
     detached: tuple[str, ...] = ()
     totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    epilogue: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    epilogue_stage: int = -1
     random: bool = False
     replicas: tuple[tuple[str, ...], ...] = ()
 
-    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        whole: Stage | None = None,
+        last: Stage | None = None,
+        threads: bool = True,
+    ) -> None:
         """`stages`: a module for each of `devices`, then one for each of `replicas`; `whole`: the stage that computes
-        `totals`; `threads`: whether there are workers beside the calling thread. Raises ValueError for another number
-        of stages."""
+        `totals`; `last`: that which computes `epilogue`; `threads`: whether there are workers beside the calling
+        thread. Raises ValueError for another number of stages."""
         n = len(self.devices)
         if len(stages) != n + sum(map(len, self.replicas)):
             raise ValueError(f"the scheduler is for {n + sum(map(len, self.replicas))} stages, not {len(stages)}")
         self.stages, self.further = tuple(stages[:n]), tuple(stages[n:])
-        self.whole = whole
+        self.whole, self.last = whole, last
         self.streams = Streams(tuple(stage.device for stage in self.stages))
         self.place = Place(self.stages, self.devices, self.streams)
         self.mutating = tuple(stage for stage in stages if stage.mutates)
@@ -219,9 +229,25 @@ class SchedulerBase:
             found = whole.forward(*args)
         return dict(zip(gives, (found,) if len(gives) == 1 else found, strict=True))
 
-    def gather(self, m: Batches) -> tuple[Any, ...]:
-        """The outputs of the mini-batch."""
+    def returned(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What a run returns, of the joined outputs of its micro-batches."""
+        gives, takes = self.epilogue
+        if not gives:
+            return tuple(outputs)
+        known = {name: value for (name, _, _), value in zip(self.outputs, outputs, strict=True)}
+        return (*(value for name, value in known.items() if name not in takes), *self.run_epilogue(known))
+
+    def run_epilogue(self, known: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The values that the epilogue gives, from joined outputs, by name, and sizes that these show."""
+        gives, takes = self.epilogue
+        assert self.last is not None  # as the scheduler has an epilogue
+        found = self.last.forward(*[known[name] for name in takes])
+        return (found,) if len(gives) == 1 else tuple(found)
+
+    def gather(self, m: Batches, taken: bool = True) -> tuple[Any, ...]:
+        """The outputs of the mini-batch, with or without those that the epilogue takes."""
         return tuple(
             gather([getattr(micro_batch, name) for micro_batch in m], dim, reduce, m.sizes)
             for name, dim, reduce in self.outputs
+            if taken or name not in self.epilogue[1]
         )

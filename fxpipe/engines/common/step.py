@@ -30,6 +30,7 @@ from .generated_backward import DeferredWeightGrad, GeneratedBackward, full
 from .gradient_scale import scaled
 from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
+from .run_epilogue import Epilogue, run_epilogue
 from .scheduler_base import Batches
 from .step_plan import StepPlan
 from .step_progress import Progress
@@ -83,6 +84,7 @@ class Step(Batches):
             for j in plan.own
         }
         self.by_code = None not in self.generated.values()
+        self._epilogue: Epilogue | None = None
 
     def begin(self, observer: Observer | None) -> None:
         """Put the inputs into the mailboxes of the stages that run here, and lend these the tensors that they share."""
@@ -286,6 +288,17 @@ class Step(Batches):
         loss = results[self.engine.gradients[j].gives[name]]
         scale = self.plan.scale
         return full(loss, share) if scale is None else scaled(full(loss, share / scale.accumulate), scale)
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """What the epilogue has computed. It runs when this is first asked, by the worker of its stage."""
+        if self._epilogue is None:
+            self._epilogue = run_epilogue(self, self.engine, self.plan.scale)
+        return self._epilogue
+
+    def epilogue_gradient(self, j: int, i: int, name: str) -> Tensor | None:
+        """The gradient of a result of stage j that the epilogue takes."""
+        return self.epilogue.gradients[name][i]
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """Backward of stage j and micro-batch i: from the gradients of its results to those of its arguments."""

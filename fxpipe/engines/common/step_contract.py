@@ -36,7 +36,12 @@ class StepEngine(Protocol):
     gradients: tuple[Gradients, ...]
     offloaded: tuple[int, ...]
     loss_reduce: str | None
+    epilogue: tuple[tuple[str, ...], tuple[str, ...]]
+    epilogue_stage: int
+    trained: str
     at_once: set[tuple[int, int]]
     splits: bool
 
     def lend(self, m: Any) -> None: ...
+
+    def run_epilogue(self, known: Mapping[str, Any]) -> tuple[Any, ...]: ...

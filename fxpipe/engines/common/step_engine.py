@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.engines.local.thread_autotune import ThreadAutotune
 from fxpipe.engines.transports.mailbox import LIVENESS_POLL, Mailbox, Stopped
 from fxpipe.errors import PackageError
 from fxpipe.ir.schedule.schedule import Schedule, at_once, order, parse
@@ -42,7 +43,6 @@ from .step import Observer, Step
 from .step_contract import Gradients
 from .step_plan import Rows, StepPlan
 from .step_progress import Progress
-from .thread_autotune import ThreadAutotune
 
 __all__ = ["Gradients", "Step", "StepScheduler"]
 
@@ -59,6 +59,7 @@ class StepScheduler(SchedulerBase):
     - `gradients`: for each stage, the arguments and results that have a gradient.
     - `offloaded`: the stages whose activations are kept in host memory.
     - `loss_reduce`: how the losses of the micro-batches become the loss of the batch, as in `outputs`.
+    - `trained`: the name of the loss, if the epilogue computes it.
     - `cuts`: the values that move between stages of different numbers of replicas: name, source, target, and the
       dimension of the samples (None: the value is the same for all samples).
     - `collectives`: for ranks: the kind of each collective, as in `GroupCall`, then for each rank that takes part the
@@ -71,10 +72,13 @@ class StepScheduler(SchedulerBase):
     gradients: tuple[Gradients, ...] = ()
     offloaded: tuple[int, ...] = ()
     loss_reduce: str | None = None
+    trained: str = ""
     cuts: tuple[Cut, ...] = ()
     collectives: tuple[tuple[str | tuple[str, int, int], ...], ...] = ()
 
-    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], whole: Stage | None = None, last: Stage | None = None, threads: bool = True
+    ) -> None:
         """As `SchedulerBase`; without `threads`, a rank holds this scheduler. Raises PackageError for one that only
         ranks can run."""
         if threads and self.collectives:
@@ -82,7 +86,7 @@ class StepScheduler(SchedulerBase):
                 "the stages of this package combine tensors by collectives, such as all-reduce, which need a rank "
                 f"for each device: load it over {len(self.workers()) + 1} ranks, or save one from a pipe in one process"
             )
-        super().__init__(stages, whole, threads)
+        super().__init__(stages, whole, last, threads)
         labels, schedule = read_rows(self.rows)
         self.timetable: Rows = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
@@ -189,9 +193,14 @@ class StepScheduler(SchedulerBase):
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         """The outputs of the batch, and the pairs of tensors and aliases with all gradients."""
-        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
+        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.results(m)])
         pairs = put_together([pair for pairs in m.pairs for pair in pairs], self.stages)
         return outputs, [*pairs, *self.input_pairs(m.leaves, batch)]
+
+    def results(self, m: Step) -> tuple[Any, ...]:
+        """What a step returns: outputs of all micro-batches, joined, and what the epilogue has computed."""
+        outputs = self.gather(m, taken=False)
+        return (*outputs, *m.epilogue.values) if self.epilogue[0] else outputs
 
     def run_rows(self, m: Step) -> None:
         """Let every worker run its row; return when all are done or have stopped."""

@@ -50,7 +50,7 @@ class Pipeline(SchedulerBase):
         commit(self.mutating)
         for stage in self._copying:
             stage.give_back()
-        return self.gather(m)
+        return self.returned(self.gather(m))
 
     def run_ticks(self, m: Batches, interrupts: Interrupts) -> None:
         """Run all ticks. Ctrl-C ends this after a tick."""

@@ -41,8 +41,10 @@ __all__ = ["Gradients", "ReplicatedScheduler", "Step"]
 class ReplicatedScheduler(StepScheduler):
     """The base of schedulers with replicated stages."""
 
-    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
-        super().__init__(stages, whole, threads)
+    def __init__(
+        self, stages: Sequence[Stage], whole: Stage | None = None, last: Stage | None = None, threads: bool = True
+    ) -> None:
+        super().__init__(stages, whole, last, threads)
         further = iter(self.further)
         # For each stage, the modules of its replicas; then their labels.
         self.replica_groups = tuple(
@@ -111,7 +113,7 @@ class ReplicatedScheduler(StepScheduler):
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         assert m.views is not None
-        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
+        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.results(m)])
         pairs = [pair for j, steps in enumerate(m.views) for step in steps for pair in step.pairs[j]]
         for steps in self._groups(m):
             order = in_order(steps)
@@ -119,7 +121,7 @@ class ReplicatedScheduler(StepScheduler):
             pairs += self.input_pairs({name: [step.leaves[name][i] for step, i in order] for name in names}, batch)
         return outputs, pairs
 
-    def gather(self, m: Batches) -> tuple[Any, ...]:
+    def gather(self, m: Batches, taken: bool = True) -> tuple[Any, ...]:
         assert isinstance(m, Step)
         groups = self._groups(m)
 
@@ -130,7 +132,7 @@ class ReplicatedScheduler(StepScheduler):
                 values = [value.to(values[0].device) for value in values]
             return gather(values, dim, reduce, [step.sizes[i] for step, i in order])
 
-        return tuple([whole(*output) for output in self.outputs])
+        return tuple([whole(*output) for output in self.outputs if taken or output[0] not in self.epilogue[1]])
 
     def _groups(self, m: Step) -> list[Sequence[Step]]:
         """The steps of each group of workers that are replicas of each other."""

@@ -204,17 +204,22 @@ class RankScheduler:
 
 
 def on_rank(
-    kind: type[StepScheduler], stages: Sequence[Stage | None], whole: Stage | None, world: World, table: MessageTable
+    kind: type[StepScheduler],
+    stages: Sequence[Stage | None],
+    whole: tuple[Stage | None, Stage | None],
+    world: World,
+    table: MessageTable,
 ) -> RankScheduler:
     """The RankScheduler of this rank, for the generated class `kind`. `stages` has the stages, then their further
-    replicas; None for those that run on other ranks."""
+    replicas; None for those that run on other ranks. `whole`: what computes the totals and the epilogue of the whole
+    batch, this only where the stage runs that it takes from."""
     count = len(kind.devices)
     further, groups = iter(stages[count:]), []
     for j, labels in enumerate(table.replica_groups):
         group = (stages[j], *(next(further) for _ in labels[1:]))
         groups.append(next((stage for stage in group if stage is not None), None) or elsewhere(j, world, table))
     others = [Stage({}, {}, world.device) for _ in stages[count:]]
-    return RankScheduler(kind([*groups, *others], whole, threads=False), world, table)
+    return RankScheduler(kind([*groups, *others], *whole, threads=False), world, table)
 
 
 def elsewhere(j: int, world: World, table: MessageTable) -> Stage:

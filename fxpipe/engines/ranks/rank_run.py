@@ -210,8 +210,14 @@ class RankRun:
     # Results ----------------------------------------------------------------------------------------------------------
 
     def outputs(self) -> tuple[Any, ...]:
-        """The outputs of the batch, on all ranks. Raises Lost."""
-        return tuple([self._output(at) for at in range(len(self.steps.outputs))])
+        """What the step returns, on all ranks. Raises Lost."""
+        gives, takes = self.steps.epilogue
+        found = [self._output(at) for at, (name, _, _) in enumerate(self.steps.outputs) if name not in takes]
+        if gives:
+            home = self.program.ranks[self.steps.epilogue_stage][0]
+            values = self.m.epilogue.values if self.world.rank == home else [None] * len(gives)
+            found += [broadcast_value(self.world, value, home) for value in values]
+        return tuple(found)
 
     def _output(self, at: int) -> Any:
         """Output number `at`, on all ranks. Raises Lost."""
@@ -251,9 +257,14 @@ class RankRun:
         """Put this rank's outputs that are tensors of one number, such as the loss, into `numbers`; with replicas, its
         share of each; and read the checksums."""
         self.inputs = {name: int(value) for name, value in self.given().items()}
-        for at, (_, dim, reduce) in enumerate(self.steps.outputs):
+        gives, takes = self.steps.epilogue
+        if gives and self.steps.last is not None:
+            _ = self.m.epilogue  # that it fails is known before the verdict
+        for at, (name, dim, reduce) in enumerate(self.steps.outputs):
             replica_group = self._home(at)
-            if dim is not None or self.world.rank not in replica_group or not (values := self._values(at)):
+            if name in takes or dim is not None or self.world.rank not in replica_group:
+                continue
+            if not (values := self._values(at)):
                 continue
             if isinstance(values[0], Tensor) and values[0].dim() == 0 and not values[0].is_complex():
                 sizes = self.m.sizes if len(replica_group) > 1 else self.whole.sizes

@@ -29,7 +29,7 @@ def evaluate(
     draw: Draw = lambda number: nullcontext(),
 ) -> dict[str, Any]:
     """The value of every name of the graph, given those of its inputs and states (constants may be left out). Random
-    ops run inside `draw(number)`.
+    ops run inside `draw(number)`. What an epilogue computes is that of these inputs alone.
 
     >>> from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size
     >>> from fxpipe.ir.graph.value_types import ScalarType, TensorType
@@ -45,6 +45,8 @@ def evaluate(
     values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
     for op in graph.ops:
         values[op.name] = within(op, values, draw)
+    if graph.epilogue is not None:
+        values |= evaluate(graph.epilogue, {item.name: values[item.name] for item in graph.epilogue.inputs}, {})
     return values
 
 

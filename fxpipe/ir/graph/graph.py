@@ -112,7 +112,8 @@ class Op:
 @dataclass(frozen=True)
 class Input:
     """A tensor or number that the caller passes. `batch_dim` is the dimension that is cut into micro-batches; None:
-    every micro-batch gets the whole value. `path` is what the user writes for it: `image`, `batch['ids']`."""
+    every micro-batch gets the whole value. `path` is what the user writes for it: `image`, `batch['ids']`; "" if it is
+    computed from the whole batch."""
 
     name: str
     path: str
@@ -189,7 +190,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a model computes, for one kind of call. Check with `check`, print with `str`.
+    """What a model computes, for one kind of call. Check with `check_graph.py`, print with `str`.
 
     - `call`, `result`: the (args, kwargs) of the call and the returned object, as nests of tuples, lists, dicts and
       `Struct`, with `Ref` for the tensors. Every Ref in `result` is an output's value.
@@ -197,6 +198,8 @@ class Graph:
     - `loss`: the output that a step trains; None for a call.
     - `totals`: a graph that computes, from the inputs of the whole batch, what each micro-batch must know about it,
       such as how many labels count; or None. Its outputs are inputs of this graph, uncut and with an empty path.
+    - `epilogue`: a graph that computes, once, from outputs of all micro-batches, joined, what needs the whole batch; or
+      None. Its inputs are outputs of this graph, which the call does not return.
     - `mixed`: the ops that mix the samples of a micro-batch, so that outputs are not those of the whole batch.
     - `parts`: values of which outputs are made, with how the user says that they are combined: "mean" or "sum".
     - `conditions`: conditions on sizes and numbers that a call must meet too, as Python, such as `seq > 4`, or UNKNOWN.
@@ -217,6 +220,7 @@ class Graph:
     arguments: tuple[str, ...] = ()
     loss: str | None = None
     totals: Graph | None = None
+    epilogue: Graph | None = None
     mixed: tuple[Mixed, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     conditions: tuple[str, ...] = ()
@@ -229,11 +233,29 @@ class Graph:
 
     @cached_property
     def types(self) -> Mapping[str, ValueType]:
-        """The type of every name."""
+        """The type of every name, also of those in the epilogue."""
         named: dict[str, ValueType] = {size.name: ScalarType("int") for size in self.sizes}
         named |= {item.name: item.type for item in self.inputs}
         named |= {state.name: state.type for state in self.states}
-        return named | {op.name: op.type for op in self.ops}
+        named |= {op.name: op.type for op in self.ops}
+        return named if self.epilogue is None else {**self.epilogue.types, **named}
+
+    @cached_property
+    def returned(self) -> tuple[Output, ...]:
+        """The values that a call returns, in order: the outputs that no epilogue takes, then those of the epilogue."""
+        if self.epilogue is None:
+            return self.outputs
+        return (*(one for one in self.outputs if one.value not in self.taken), *self.epilogue.outputs)
+
+    @cached_property
+    def taken(self) -> frozenset[str]:
+        """The outputs that the epilogue takes."""
+        return frozenset(() if self.epilogue is None else (item.name for item in self.epilogue.inputs))
+
+    @cached_property
+    def trains_epilogue(self) -> bool:
+        """Whether the epilogue computes the loss."""
+        return self.epilogue is not None and any(output.value == self.loss for output in self.epilogue.outputs)
 
     def state(self, name: str) -> State:
         return self._states[name]
@@ -304,39 +326,6 @@ def may_cross(type: ValueType) -> bool:
 UNKNOWN = "?"  # a condition on a value without a name
 
 
-def check(graph: Graph) -> None:
-    """Raise ValueError, with the op and the user's line, if the graph is not well-formed: a name is defined twice or
-    never, is used before it is defined, or is no identifier; or the loss or result is not made of outputs."""
-    known: set[str] = set()
-    given: tuple[Any, ...] = (*graph.inputs, *graph.sizes, *graph.states)
-    for item in given:
-        _define(item.name, known, "an input, size or state")
-    for op in graph.ops:
-        for name in (*op.reads, *op.writes):
-            if name not in known:
-                raise ValueError(f"op {op.name} uses {name!r} before it is defined, at {op.origin}")
-        _define(op.name, known, f"op {op.name}, at {op.origin}")
-    for output in graph.outputs:
-        if output.value not in known:
-            raise ValueError(f"the output {output.value!r} is not defined")
-    results = {output.value for output in graph.outputs}
-    if graph.loss is not None and graph.loss not in results:
-        raise ValueError(f"the loss {graph.loss!r} is not an output")
-    if graph.totals is not None:
-        check(graph.totals)
-    for ref in refs(graph.result):
-        if ref.name not in results:
-            raise ValueError(f"the result uses {ref.name!r}, which is not an output")
-
-
-def _define(name: str, known: set[str], where: str) -> None:
-    if name in known:
-        raise ValueError(f"{name!r} is defined twice, the second time by {where}")
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is not a name, in {where}")
-    known.add(name)
-
-
 def show(graph: Graph) -> str:
     """The graph as text: one fact per line, with the user's names; without ids and absolute paths, so that it is the
     same on every machine."""
@@ -348,6 +337,7 @@ def show(graph: Graph) -> str:
     lines += [f"  output  {o.value}" + (f" by {o.reduce}" if o.reduce else _dim(o.batch_dim)) for o in graph.outputs]
     lines += [f"  loss    {graph.loss}"] if graph.loss is not None else []
     lines += ["of the whole batch", *show(graph.totals).splitlines()[1:]] if graph.totals is not None else []
+    lines += ["on the whole batch", *show(graph.epilogue).splitlines()[1:]] if graph.epilogue is not None else []
     return "\n".join(lines)
 
 

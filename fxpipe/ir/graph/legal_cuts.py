@@ -10,9 +10,9 @@ and last read at r crosses every cut p with d < p <= r.
        ---------------- legal: a and b cross
     3  y = a + b
 
-Four things tie ops together: a value that cannot move (a tuple, an object); memory that has several live names and is
-written under one of them; a buffer that the model changes; and a vmap. A value with one live name may be written in a
-later stage than the one that made it: that stage writes into a copy.
+Five things tie ops together: a value that cannot move (a tuple, an object); memory that has several live names and is
+written under one of them; a buffer that the model changes; a vmap; and what the epilogue takes. A value with one live
+name may be written in a later stage than the one that made it: that stage writes into a copy.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def spans(graph: Graph) -> Spans:
 def ties(graph: Graph) -> tuple[Tie, ...]:
     """All that ties ops together, each with its reason."""
     span = spans(graph)
-    return (*_immovable(graph, span), *_shared_memory(graph, span), *_changed_states(graph), *_vmaps(graph))
+    found = (*_immovable(graph, span), *_shared_memory(graph, span), *_changed_states(graph), *_vmaps(graph))
+    return (*found, *_of_epilogue(graph, span))
 
 
 def _immovable(graph: Graph, span: Spans) -> Iterator[Tie]:
@@ -134,6 +135,14 @@ def _changed_states(graph: Graph) -> Iterator[Tie]:
         yield Tie(
             places[0], places[-1], name, f"{paths[name]} is changed in forward, so all that use it share one stage"
         )
+
+
+def _of_epilogue(graph: Graph, span: Spans) -> Iterator[Tie]:
+    """What the epilogue takes is given by the last stage, where the epilogue runs."""
+    taken = [item.name for item in graph.epilogue.inputs if item.name in span] if graph.epilogue is not None else []
+    first = min((span[name][0] for name in taken if span[name][0] >= 0), default=len(graph.ops))
+    if first < len(graph.ops):
+        yield Tie(first, len(graph.ops) - 1, graph.ops[first].name, "the last stage gives what the whole batch needs")
 
 
 def _vmaps(graph: Graph) -> Iterator[Tie]:

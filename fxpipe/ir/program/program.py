@@ -181,6 +181,12 @@ class Program(Drawable):
         return tuple(stage.device for stage in self.stages)
 
     @cached_property
+    def epilogue_stage(self) -> int:
+        """The stage that gives what the epilogue takes: all of it, as those ops are together."""
+        found = (stage.index for stage in self.stages if not self.graph.taken.isdisjoint(stage.gives))
+        return next(found, len(self.stages) - 1)
+
+    @cached_property
     def portals(self) -> tuple[Move, ...]:
         """The moves between stages that skip a stage of the pipeline."""
         return tuple(filter(self.is_portal, self.moves))

@@ -29,13 +29,14 @@ from fxpipe.ir.plan.plan_file import PlanFile, placed
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.kept_bytes import KeptBytes, kept_bytes
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.whole_batch import ALONE, WholeBatch
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Schedule
-from fxpipe.ir.schedule.sub_schedule import only, share
+from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import KEPT, WITH_PARAMETERS, Timeline
 from fxpipe.passes import lower
 from fxpipe.pipe.options.chosen_options import chosen_lines
-from fxpipe.pipe.options.compile_options import Options, make_schedule, schedule_text
+from fxpipe.pipe.options.compile_options import Options, schedule_text
 from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
 from fxpipe.pipe.options.option_choices import choices
 from fxpipe.pipe.options.user_passes import passes_of
@@ -44,8 +45,7 @@ from fxpipe.planning import Placement, plan, plan_like, with_loss
 from fxpipe.profiling import on_kinds
 from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint, check_memory
 from fxpipe.schedules.auto_schedule import auto
-from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
-from fxpipe.schedules.one_f_one_b import gpipe
+from fxpipe.schedules.make_schedule import AUTO, SCHEDULES
 from fxpipe.schedules.overlap_pairs import overlapped
 from fxpipe.schedules.simulate.action_costs import fitting, hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.merge_backward_halves import merge_backward_halves
@@ -55,7 +55,7 @@ from fxpipe.schedules.simulate.simulate import StageCost, simulate
 from .batch_statistics import BatchNorm, batch_norms
 from .checkpoint_choice import Lowered, chosen, where_it_saves
 from .phase_timing import timed
-from .state_write_order import check_write_order
+from .step_schedule import check_write_order, refuse_epilogue, schedule_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Build:
     - `trail`: the program after each pass that changed it, by the pass's name; with a strategy, the placed graph first.
     - `simulated`: predicts the `timeline`; it is called when that is asked for.
     - `files`: the generated package.
-    - `totals`: the program that runs on the whole batch before it is cut.
+    - `whole`: what runs on the whole batch.
     - `cuts`: how a strategy cuts each operator.
     - `source`: the fingerprint of the model that was captured.
     - `kept`: what each stage keeps of a micro-batch, where its backward is code.
@@ -84,7 +84,7 @@ class Build:
     trail: Mapping[str, Program | Placed]
     simulated: Callable[[], Timeline]
     files: Mapping[str, str]
-    totals: Program | None = None
+    whole: WholeBatch = ALONE
     cuts: tuple[tuple[Operator, Config], ...] = ()
     source: Fingerprint | None = None
     kept: tuple[KeptBytes | None, ...] = ()
@@ -130,7 +130,7 @@ def build(
         raise refusals[0]
     best = made[0] if len(made) == 1 else fastest(made)
     steps = graph.loss is not None or options.ranks
-    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, steps, False, best.kept, best.memory)
+    files = emitted(best.program, best.schedule, best.plan, profile, best.whole, steps, False, best.kept, best.memory)
     lines = chosen_lines(options, graph, best.plan, best.schedule, len(made), best.memory, best.kept)
     return replace(best, files={**files, "plan.json": plan_file.dump(best.plan, graph)}, chosen=lines)
 
@@ -140,7 +140,7 @@ def emitted(
     schedule: Schedule,
     plan: Plan,
     profile: Profile,
-    totals: Program | None,
+    whole: WholeBatch,
     as_steps: bool,
     by_device: bool = False,
     kept: Sequence[KeptBytes | None] = (),
@@ -155,10 +155,10 @@ def emitted(
             for stage, exact in zip(plan.stages, known, strict=True)
         ]
         if as_steps:
-            scheduler = emit_steps(program, schedule, plan, totals)
+            scheduler = emit_steps(program, schedule, plan, whole)
         else:
-            scheduler = emit_scheduler(program, plan.chunks, totals=totals)
-        return package(program, plan, scheduler, notes, totals, by_device, schedule)
+            scheduler = emit_scheduler(program, plan.chunks, whole)
+        return package(program, plan, scheduler, notes, whole, by_device, schedule)
 
 
 def draft(
@@ -239,8 +239,10 @@ def _drafted(
     with timed("passes"):
         made = lowered(decided)
         program = made.program
+        if graph.trains_epilogue and program.stages[program.epilogue_stage].replicas:
+            refuse_epilogue(graph, "and replicas of the last stage have slices of it: leave these out")
         _tell_of_slices(program)
-        totals = lowered_totals(graph, decided)
+        whole = on_whole_batch(graph, program)
     with timed("simulator"):
         trains = graph.loss is not None
         labels = tuple(dict.fromkeys(program.devices))
@@ -251,7 +253,7 @@ def _drafted(
 
         runs = decided if trains else without_replicas(decided)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
-        schedule = schedule_of(program, decided, options, fitting(decided, costs_of(made), cluster))
+        schedule = schedule_of(program, decided.chunks, options, fitting(decided, costs_of(made), cluster))
         check_write_order(schedule, program)
         room = memory_limits(runs, cluster, options)
         copies = parameter_copies(runs, options)
@@ -285,7 +287,7 @@ def _drafted(
 
         schedule = joined if in_memory(joined := merged(costs)) else schedule
         pairs: tuple[str, ...] = ()
-        if options.overlap_pairs and trains:
+        if options.overlap_pairs and trains and not graph.trains_epilogue:
             alone = [stage.index for stage in program.stages if stage.backward is None]
             schedule, pairs = overlapped(
                 schedule, alone, lambda one: simulate(one, costs, between, labels).makespan, in_memory
@@ -294,7 +296,7 @@ def _drafted(
         timeline = spread(line, replica_groups(runs))
         memory = {label: (need, room[label]) for label, need in peaks(made).items()} if room else {}
     return Build(
-        graph, sizes, cluster, profile, decided, schedule, program, made.trail, lambda: timeline, {}, totals,
+        graph, sizes, cluster, profile, decided, schedule, program, made.trail, lambda: timeline, {}, whole,
         kept=made.kept, memory=memory, pairs=pairs,
     )  # fmt: skip
 
@@ -347,23 +349,17 @@ def fastest(drafts: Sequence[Build]) -> Build:
     return next(made for made in drafts if made.schedule is chosen)
 
 
-def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> Schedule:
-    """The schedule of a step; calls of the pipe run GPipe's, over ranks only its forwards. `limit` is how many
-    micro-batches fit into memory."""
-    if program.graph.loss is None and options.ranks:
-        return make("forward-only", program.devices, plan.chunks)
-    if program.graph.loss is None:
-        return share(gpipe(len(program.stages), plan.chunks), program.devices)
-    return make_schedule(options, program.devices, plan.chunks, limit)
+def on_whole_batch(graph: Graph, program: Program) -> WholeBatch:
+    """What runs on the whole batch: totals on the device of the last stage, where the loss is."""
 
+    def lowered(part: Graph | None, device: str) -> Program | None:
+        if part is None:
+            return None
+        stage = StagePlan(tuple(op.name for op in part.ops), device, "never")
+        return lower(part, Plan(part.model, (stage,), 1))
 
-def lowered_totals(graph: Graph, plan: Plan) -> Program | None:
-    """The program of the graph's totals, or None: one stage, on the device of the last stage, where the loss is."""
-    totals = graph.totals
-    if totals is None:
-        return None
-    stage = StagePlan(tuple(op.name for op in totals.ops), plan.stages[-1].device, "never")
-    return lower(totals, Plan(totals.model, (stage,), 1))
+    end = program.devices[program.epilogue_stage]
+    return WholeBatch(lowered(graph.totals, program.devices[-1]), lowered(graph.epilogue, end))
 
 
 def decide(

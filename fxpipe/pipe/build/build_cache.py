@@ -315,5 +315,5 @@ def bind_here(model: nn.Module, made: Build, others: Mapping[str, Tensor], packa
     """The scheduler of a package with all stages in this process. `others`: the tensors of the loss function."""
     calls = {opaque.called: opaque for opaque in opaques(made.graph)}
     stay = [made.program.state(loan.state).path for loan in made.program.written_loans]
-    bound: Scheduler = bind(package, model, constants(made.program, made.totals), others, calls, stay=stay)
+    bound: Scheduler = bind(package, model, constants(made.program, made.whole), others, calls, stay=stay)
     return bound

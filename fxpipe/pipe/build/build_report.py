@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from fxpipe.ir.graph.graph import Graph, Origin, called
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.plan.plan import Plan
@@ -127,6 +128,11 @@ def special_lines(build: Build) -> list[str]:
         for op in stage.ops
         if isinstance(op.target, Opaque)
     ]
+    if (epilogue := build.graph.epilogue) is not None and build.plan.chunks > 1:
+        lines.append(
+            f"epilogue: {count(len(epilogue.ops), 'op runs', 'ops run')} once, on what all micro-batches give, as the "
+            f"whole batch is needed from {_first_line(epilogue)}"
+        )
     lines += backward_lines(build)
     lines += build.pairs
     lines += [
@@ -141,6 +147,13 @@ def special_lines(build: Build) -> list[str]:
     if written and (build.plan.chunks > 1 or replicas):
         lines.append(batch_statistics.line_of_written(written))
     return ["", *lines] if lines else []
+
+
+def _first_line(epilogue: Graph) -> Origin:
+    """The line of the first op that reads values of samples, and not only their sizes."""
+    taken = {item.name for item in epilogue.inputs if item.batch_dim is not None}
+    reading = (op for op in epilogue.ops if not taken.isdisjoint(op.reads) and called(op) != "size")
+    return next(reading, epilogue.ops[-1]).origin
 
 
 def sent(build: Build, loan: Loan) -> str:

@@ -13,6 +13,8 @@ from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.whole_batch import WholeBatch
 from fxpipe.ir.sample_lists import CountedRows, SampleList, counted, packed
 from fxpipe.profiling import measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
@@ -32,11 +34,15 @@ def with_states(made: Build, graph: Graph) -> Build:
     """The build with the states of `graph`, which has the same ops."""
     parts = (state for state in made.program.graph.states if state.part)
     ordered = replace(made.program.graph, states=(*graph.states, *parts))
-    totals = made.totals
-    if totals is not None and graph.totals is not None:
-        totals = replace(totals, graph=replace(totals.graph, states=graph.totals.states))
-    now = replace(made.graph, states=graph.states, totals=graph.totals)
-    return replace(made, graph=now, program=replace(made.program, graph=ordered), totals=totals)
+
+    def renewed(program: Program | None, part: Graph | None) -> Program | None:
+        if program is None or part is None:
+            return None
+        return replace(program, graph=replace(program.graph, states=part.states))
+
+    whole = WholeBatch(renewed(made.whole.totals, graph.totals), renewed(made.whole.epilogue, graph.epilogue))
+    now = replace(made.graph, states=graph.states, totals=graph.totals, epilogue=graph.epilogue)
+    return replace(made, graph=now, program=replace(made.program, graph=ordered), whole=whole)
 
 
 def check_even(samples: int, chunks: int) -> None:

@@ -68,7 +68,7 @@ class BuiltGraph:
     def _bound(self, captured: CapturedGraph) -> CapturedGraph:
         """The graph, to whose constants the package is bound now."""
         made = with_states(self.build, captured.graph)
-        held = constants(made.program, made.totals)
+        held = constants(made.program, made.whole)
         self._live.bind(lambda package: bind(package, nn.Module(), held, captured.lifted.held, move=False))
         return captured
 
@@ -86,7 +86,7 @@ class BuiltGraph:
             self.captured = self._bound(captured)
         results = self._live.scheduler.run(captured.inputs(flat), self.chunks)
         types = captured.graph.types
-        outputs = captured.graph.outputs
+        outputs = captured.graph.returned
         return captured.outputs(tuple(map(at_home, results, (types[output.value] for output in outputs))), flat)
 
 

@@ -32,9 +32,9 @@ from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
 from .apply_strategy import TensorParallelPlacement, strategy_of, with_first_graph
-from .build import Build, emitted, lowered_totals
+from .build import Build, emitted, on_whole_batch
 from .phase_timing import timed
-from .state_write_order import check_write_order
+from .step_schedule import check_write_order, refuse_epilogue
 
 
 def build(
@@ -51,6 +51,7 @@ def build(
     - `first`: the graph of the first kind of call; None for that one.
     """
     assert options.place is not None
+    refuse_epilogue(graph, "and a strategy runs micro-batches alone: write chunks=1, or reduce=")
     trail: dict[str, Program | Placed] = {}
     place = with_first_graph(options.place, first)
     if options.ranks and isinstance(place, TensorParallelPlacement):
@@ -77,7 +78,7 @@ def build(
             owners=owned,
             patterns=patterns,
         )
-        totals = lowered_totals(graph, decided)
+        whole = on_whole_batch(graph, program)
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
         schedule = schedule_of(program, options)
@@ -85,11 +86,11 @@ def build(
         labels = tuple(dict.fromkeys(program.devices))
         between = hops(program, sizes, cluster)
     as_steps = graph.loss is not None or options.ranks
-    files = emitted(program, schedule, decided, profile, totals, as_steps, by_device=True)
+    files = emitted(program, schedule, decided, profile, whole, as_steps, by_device=True)
     # Only when asked for: no decision needs it, and with many micro-batches and segments it takes the longest time.
     simulated = partial(simulate, schedule, costs, between, labels)
     return Build(
-        graph, sizes, cluster, profile, decided, schedule, program, trail, simulated, files, totals, placed.cuts,
+        graph, sizes, cluster, profile, decided, schedule, program, trail, simulated, files, whole, placed.cuts,
         chosen=reduce_lines(options, graph),
     )  # fmt: skip
 

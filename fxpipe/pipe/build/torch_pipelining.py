@@ -30,6 +30,7 @@ from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_size
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.program import Stage as StageOps
+from fxpipe.ir.program.whole_batch import ALONE
 from fxpipe.passes import PASSES, Pass, lower
 from fxpipe.pipe.drop_in_module import SHARED
 from fxpipe.pipe.options.user_passes import checked
@@ -143,7 +144,7 @@ def chain_stages(
     links = links_of(program)
     package.write(package.package(program, made.plan, SCHEDULER), folder)
     loaded = load_package(folder)
-    tensors, held = tensors_of(model), package.constants(program)
+    tensors, held = tensors_of(model), package.constants(program, ALONE)
     calls = {opaque.called: opaque for opaque in opaques(made.graph)}
     for index in stages:
         if not 0 <= index < len(program.stages):
@@ -167,7 +168,7 @@ def refuse(graph: Graph, deferred: bool) -> None:
             "this pipe was compiled for step(), in which the loss is part of the last stage; torch's schedules compute "
             "it themselves: compile with example_inputs=, and make the stages before the first step"
         )
-    if graph.totals is not None:
+    if graph.totals is not None or graph.epilogue is not None:
         raise FxpipeError(
             "the model computes a loss that depends on the whole batch, of which torch's micro-batches know nothing; "
             "compile a model that returns what the loss is computed from"

@@ -9,7 +9,7 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import Opaque, opaques
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.planning.stages.plan_stages import inner_cuts
-from fxpipe.schedules.make_schedule import AUTO
+from fxpipe.schedules.make_schedule import AUTO, FORWARDS_FIRST
 
 from .chosen_options import not_used
 from .compile_options import Options, candidates, every_device
@@ -29,7 +29,11 @@ def choices(graph: Graph, options: Options, home: Plan | None) -> list[Options]:
     if graph.loss is None:
         return [replace(options, schedule="gpipe")]
     dealt = None if home is None else tuple(stage.device for stage in home.stages)
-    return [replace(options, schedule=name, devices=devices) for name, devices in candidates(options.devices, dealt)]
+    return [
+        replace(options, schedule=name, devices=devices)
+        for name, devices in candidates(options.devices, dealt)
+        if not graph.trains_epilogue or name in FORWARDS_FIRST
+    ]
 
 
 def _whole_model(graph: Graph) -> Opaque | None:

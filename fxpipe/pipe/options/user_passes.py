@@ -52,7 +52,7 @@ def checked(run: Any) -> Any:
 
 def difference(old: Program, new: Program) -> str | None:
     """What a pass has changed that must stay, in words; None if nothing."""
-    for name in ("inputs", "outputs", "result", "loss", "totals"):
+    for name in ("inputs", "outputs", "result", "loss", "totals", "epilogue"):
         if getattr(new.graph, name) != getattr(old.graph, name):
             return f"changes the {name} of the graph, which must stay"
     if new.devices != old.devices or [s.replicas for s in new.stages] != [s.replicas for s in old.stages]:

@@ -126,8 +126,8 @@ def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], p
     """The scheduler of the stages of a package that are on this rank."""
     found = table_of(package)
     check_ranks(found, world)
-    stages, whole = bound_stages(package, model, None, others, here={world.label: world.device})
-    return on_rank(package.Scheduler, stages, whole, world, found)
+    stages, whole, last = bound_stages(package, model, None, others, here={world.label: world.device})
+    return on_rank(package.Scheduler, stages, (whole, last), world, found)
 
 
 def replica_groups(live: RunningPackage, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:

@@ -180,13 +180,14 @@ class RankBuilds:
     def bind(self, model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:
         """The scheduler of the stages on this rank."""
         calls = {opaque.called: opaque for opaque in opaques(made.graph)}
-        held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
+        held, here = constants(made.program, made.whole), {self.world.label: self.world.device}
         loans = written_loans(self.world, made.program, tensors_of(model))
         copies = {loan.path: loan.here for loan in loans if loan.here is not None and self.world.rank in loan.users}
-        stages, whole = bound_stages(package, model, held, {**others, **copies}, calls, here=here)
+        stages, whole, last = bound_stages(package, model, held, {**others, **copies}, calls, here=here)
         if self.ranks.parallel is None:  # else stages get their tensors from that
             check_values([stage for stage in stages if stage is not None])
-        scheduler = on_rank(package.Scheduler, stages, whole, self.world, message_table(made.program, made.schedule))
+        table = message_table(made.program, made.schedule)
+        scheduler = on_rank(package.Scheduler, stages, (whole, last), self.world, table)
         scheduler.written = WrittenLoans(self.world, loans)
         if self.ranks.parallel is not None:
             known = {id(tensor) for tensor in tensors_of(model).values()}

@@ -22,7 +22,7 @@ def user_lines(graph: Graph) -> Lines:
     """The lines that the ops of a graph come from, and those for which submodules are kept whole. Files of one name may
     have several at a place."""
     found: dict[str, set[str]] = {}
-    for op in (*graph.ops, *(graph.totals.ops if graph.totals else ())):
+    for op in (op for part in (graph, graph.totals, graph.epilogue) if part for op in part.ops):
         for origin in (op.origin, *([op.target.origin] if isinstance(op.target, Opaque) else ())):
             found.setdefault(place(origin), set()).add(origin.code)
     return found

@@ -34,7 +34,7 @@ def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) ->
     assert made.source is not None
     check_same(made.source, cache.model)
     files = with_loss(made.files, made.program.graph, now) | {FILE: text_of(made.source)}
-    save(made.program, files, path, made.totals, _message_table(cache, made))
+    save(made.program, files, path, made.whole, _message_table(cache, made))
 
 
 def _message_table(cache: BuildCache, made: Build) -> MessageTable | None:

@@ -230,7 +230,7 @@ def run_plain(model: nn.Module, case: Case, graph: Graph, cut: Cut) -> Results:
                 found[-1] |= _shares(model, piece, graph, cut, whole, Draws(seed, number, at))
         joined = {
             output.value: gather([one[output.value] for one in found], output.batch_dim, output.reduce, cut.rows)
-            for output in graph.outputs
+            for output in graph.returned
             if output.value in found[0]
         }
         if case.step and len(cut.rows) > 1 and case.loss_fn is not None and not graph.mixed:

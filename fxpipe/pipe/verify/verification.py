@@ -302,7 +302,7 @@ def _run(cache: BuildCache, case: Case) -> Ran:
         torch.manual_seed(SEED)
         with watched(scheduler.stages) as runs:
             found: tuple[Any, ...] = scheduler.run(inputs, cache.options.chunks)
-        outputs = {output.value: x for output, x in zip(graph.outputs, found, strict=True)}
+        outputs = {output.value: x for output, x in zip(graph.returned, found, strict=True)}
         ran.append(Ran(graph, made, inputs, runs, outputs))
         return found
 
@@ -322,18 +322,8 @@ def _clear(model: nn.Module, case: Case) -> None:
 def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, shown: Results, notes: list[str]) -> list[Compared]:
     """The pipe's results beside those of the plain model."""
     graph, parts = ran.graph, by_micro_batch(ran.graph)
-    special = (any(stage.replicas for stage in ran.made.plan.stages) and case.step) or cache.options.place is not None
-    if parts and special:
-        notes.append(
-            f"no {way} was compared: with replicas or a strategy, statistics and random numbers are those of slices, "
-            "which the plain model does not have"
-        )
-        return []
-    if parts and cache.call_capture.arguments.counts:
-        notes.append(
-            f"no {way} was compared: statistics and random numbers are those of micro-batches, and the plain model "
-            "cannot be given the rows of one that another input counts"
-        )
+    if parts and (why := _incomparable(cache, case, ran)):
+        notes.append(f"no {way} was compared: statistics and random numbers are those of {why}")
         return []
     samples = batch_size(graph, ran.inputs)
     rows = tuple(split_sizes(samples, cache.options.chunks)) if parts else (samples,)
@@ -361,6 +351,15 @@ def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, shown: Resul
         except (RuntimeError, MemoryError, TypeError, ValueError, FxpipeError) as error:
             notes.append(f"the plain model does not run in float64, so the pipe is held against it as it is: {error}")
     return list(compare(way, shown, plain, exact, digits))
+
+
+def _incomparable(cache: BuildCache, case: Case, ran: Ran) -> str:
+    """Why the plain model cannot be run by micro-batches; "" if it can be."""
+    if (any(stage.replicas for stage in ran.made.plan.stages) and case.step) or cache.options.place is not None:
+        return "slices, with replicas or a strategy, which the plain model does not have"
+    if cache.call_capture.arguments.counts:
+        return "micro-batches, and the plain model cannot be given the rows of one that another input counts"
+    return "micro-batches, and the end of the model needs the whole batch" if ran.graph.epilogue is not None else ""
 
 
 def _plain(cache: BuildCache, case: Case, graph: Graph, cut: Cut, device: torch.device, exact: bool) -> Results:

@@ -17,12 +17,12 @@ from itertools import accumulate, chain, pairwise
 from math import ceil
 
 from fxpipe.ir.cluster.cluster import Cluster, link
-from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.ir.plan.plan import FORWARD_AGAIN
 from fxpipe.ir.plan.profile import OpCost, Profile
+from fxpipe.ir.program.cheap_ops import cheap_ops
 
 from .balance import StageCosts
 

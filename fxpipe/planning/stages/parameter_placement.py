@@ -17,13 +17,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph, State
 from fxpipe.ir.graph.legal_cuts import vmaps
 from fxpipe.ir.graph.value_types import nbytes
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan, StagePlan, stage_of
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.program.cheap_ops import cheap_ops
 
 from .balance import Cuts, balance
 from .cut_costs import stage_costs

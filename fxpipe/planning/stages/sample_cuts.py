@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
+from fxpipe.ir.program.cheap_ops import cheap_ops
 
 
 def replica_cuts(

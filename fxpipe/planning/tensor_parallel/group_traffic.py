@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.value_types import TensorType, dim_size
 from fxpipe.ir.operators.group_layout import OpCut, volume
 from fxpipe.ir.operators.strategy import Region
+from fxpipe.ir.program.cheap_ops import cheap_ops
 
 Regions = tuple[tuple[Region, ...], ...]  # of each device
 

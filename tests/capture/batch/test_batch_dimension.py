@@ -11,6 +11,7 @@ import fxpipe
 from fxpipe.batching.batch_facts import multiple, number
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
+from fxpipe.torch_internals.pytrees import tree_map
 
 
 class Body(nn.Module):
@@ -19,9 +20,22 @@ class Body(nn.Module):
         self.body = body
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("ema", torch.zeros(4))
+        self.weight = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x):
         return self.body(self, x)
+
+
+def layered(body):
+    """The same, with a layer behind, so that it is no epilogue."""
+
+    def behind(self, x):
+        return tree_map(lambda y: layer(self, y) if isinstance(y, torch.Tensor) else y, body(self, x))
+
+    def layer(self, y):
+        return (y.to(self.weight.dtype).unsqueeze(-1) @ self.weight).squeeze(-1)
+
+    return behind
 
 
 def outputs(body, x=None, **options):
@@ -271,7 +285,7 @@ BEHIND = {"": lambda body: body, "behind batch norm": behind_norm}
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes(name, behind):
     body, message = MIXES[name]
-    (mixed,) = capture(Body(BEHIND[behind](body)), (torch.randn(6, 5, 4, requires_grad=True),)).mixed
+    (mixed,) = capture(Body(layered(BEHIND[behind](body))), (torch.randn(6, 5, 4, requires_grad=True),)).mixed
     assert mixed.origin.file.endswith("test_batch_dimension.py")
     assert re.search(message, mixed.what)
     assert not mixed.meant
@@ -281,7 +295,7 @@ def test_mixes(name, behind):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses(name, behind):
     body, message = REFUSED[name]
-    body = BEHIND[behind](body)
+    body = layered(BEHIND[behind](body))
     with pytest.raises(CaptureError, match=r"(?s)test_batch_dimension.py:\d+\n    .*" + f"({message})"):
         outputs(body, torch.randn(6, 5, 4, requires_grad=True))
 
@@ -315,11 +329,21 @@ def mixed(body, **options):
 
 def test_each_micro_batch_is_a_batch_of_its_own():
     x = torch.randn(6, 5, 4, requires_grad=True)
-    assert outputs(pairs, x) == [("f32[b, b]", 0, None), ("f32[b, 5, 4]", 0, None), ("f32[b, 4]", 0, None)]
-    assert mixed(pairs) == [(("matmul",), False), (("sub",), False)]
-    assert mixed(pairs, reduce={"matmul": "cat"}) == [(("matmul",), True), (("sub",), False)]
-    assert mixed(pairs, reduce="cat") == [(("matmul",), True), (("sub",), True)]
-    assert mixed(pairs, reduce="mean") == mixed(pairs)  # that is about numbers
+    body = layered(pairs)
+    assert [(dim, reduce) for _, dim, reduce in outputs(body, x)] == [(0, None)] * 3
+    assert mixed(body) == [(("squeeze",), False), (("squeeze_1",), False)]
+    assert mixed(body, reduce={"squeeze": "cat"}) == [(("squeeze",), True), (("squeeze_1",), False)]
+    assert mixed(body, reduce="cat") == [(("squeeze",), True), (("squeeze_1",), True)]
+    assert mixed(body, reduce="mean") == mixed(body)  # that is about numbers
+
+
+def test_without_a_layer_behind_it_is_an_epilogue():
+    graph = capture(Body(pairs), (torch.randn(6, 5, 4, requires_grad=True),))
+    assert graph.mixed == ()
+    assert [str(graph.types[output.value]) for output in graph.returned] == ["f32[b, 4]", "f32[b, b]", "f32[b, 5, 4]"]
+    assert [output.value for output in graph.epilogue.outputs] == ["matmul", "sub"]
+    taken = {str(output): str(graph.types[output.value]) for output in graph.outputs if output.value in graph.taken}
+    assert sorted(taken.values()) == ["f32[5, 4]", "f32[b, 4]", "f32[b, 5, 4]"]  # of the samples, and their mean
 
 
 def through_a_view(self, x):

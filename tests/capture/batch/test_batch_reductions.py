@@ -1,6 +1,7 @@
 """Losses of uneven micro-batches, put together as the graph says, are the loss of the batch, with its gradients."""
 
 import copy
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fxpipe
 from fxpipe.capture import NO_TARGET, StepCapture, capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import evaluate, with_totals
+from tests.helpers.layer_behind import LayerBehind
 
 ROWS = 7
 CHUNKS = 3  # of 3, 2 and 2 samples
@@ -335,11 +337,27 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_refuses(name):
     loss_fn, why = REFUSED[name]
+    loss_fn = LayerBehind(loss_fn)
     with pytest.raises(CaptureError, match=why) as caught:
         StepCapture(Net().double()).capture((data(ROWS, 3, 4),), {}, Z, loss_fn)
     message = str(caught.value)
     assert "test_batch_reductions.py:" in message
     assert "write reduce={'loss': 'mean'}" in message
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_without_a_layer_behind_it_is_that_of_the_batch(name, backward):
+    loss_fn, _ = REFUSED[name]
+    model = Net().double()
+    twin, x = copy.deepcopy(model), data(ROWS, 3, 4)
+    expected = loss_fn(twin(x), Z)
+    expected.backward()
+    with closing(fxpipe.compile(model, 2, CHUNKS, backward=backward)) as pipe:
+        close(pipe.step(x, target=Z, loss_fn=loss_fn), expected.detach())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("reduce", ["mean", {"loss": "mean"}])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError
+from tests.helpers.layer_behind import LayerBehind
 
 IDS = torch.arange(40).reshape(8, 5) % 11
 LABELS = IDS.masked_fill((torch.arange(8) < 5)[:, None] & (torch.arange(5) > 1), -100)  # micro-batches differ in labels
@@ -115,7 +116,7 @@ def test_a_whole_loss_that_is_unknown_stays_what_was_said() -> None:
 
 
 def test_a_quotient_of_sums_over_the_batch() -> None:
-    """As Dice over a batch: the error says how to get the loss of the whole batch, and that is the loss."""
+    """As Dice over a batch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     x, y = torch.randn(8, 4), torch.randn(8, 2)
@@ -123,8 +124,11 @@ def test_a_quotient_of_sums_over_the_batch() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return (1 - 2 * (output * target).sum() / (output.square().sum() + target.square().sum())).mean()
 
-    pipe = fxpipe.compile(copy.deepcopy(net), devices=2, chunks=4, schedule="1f1b")
+    pipe = fxpipe.compile(copy.deepcopy(net), devices=2, chunks=4)
+    expected = loss_fn(net(x), y)
+    torch.testing.assert_close(pipe.step(x, target=y, loss_fn=loss_fn), expected.detach())
+    expected.backward()
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in net.parameters()])
     with pytest.raises(CaptureError, match=r"for that of the whole batch, .* loss_fn\(pipe\(x\), y\).backward\(\)"):
-        pipe.step(x, target=y, loss_fn=loss_fn)
-    torch.testing.assert_close(loss_fn(pipe(x), y), loss_fn(net(x), y))
+        pipe.step(x, target=y, loss_fn=LayerBehind(loss_fn, torch.float32))
     pipe.close()

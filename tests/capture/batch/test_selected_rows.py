@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError, InputError, MixedSamplesWarning
+from tests.helpers.layer_behind import LayerBehind
 from tests.helpers.marks import mostly_slow
 
 Body = Callable[[Any, Tensor, Tensor, Tensor], Any]
@@ -372,7 +373,7 @@ def test_uncut_it_is_the_models(body: Body) -> None:
 @pytest.mark.parametrize("body", MIXES, ids=named)
 def test_what_pairs_other_rows_is_mixed(body: Body) -> None:
     with (
-        closing(fxpipe.compile(Selecting(body), 2, 3)) as pipe,
+        closing(fxpipe.compile(LayerBehind(Selecting(body)), 2, 3)) as pipe,
         pytest.warns(MixedSamplesWarning, match=r"test_selected_rows.py:\d+"),
     ):
         pipe(*batch())
@@ -392,8 +393,8 @@ def test_more_values_than_places_are_refused_in_the_run() -> None:
 
 @pytest.mark.parametrize("body", REFUSED, ids=named)
 def test_what_no_micro_batch_can_tell_is_refused(body: Body) -> None:
-    said = rf"(?s)test_selected_rows.py:\d+\n.*{REFUSED[body]}"
-    with closing(fxpipe.compile(Selecting(body), 2, 2)) as pipe, pytest.raises(CaptureError, match=said):
+    said = rf"(?s)(test_selected_rows|layer_behind).py:\d+\n.*{REFUSED[body]}"
+    with closing(fxpipe.compile(LayerBehind(Selecting(body)), 2, 2)) as pipe, pytest.raises(CaptureError, match=said):
         pipe(*batch())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.capture import capture
+from tests.helpers.layer_behind import LayerBehind
 
 EXPERTS, EACH, WIDTH = 3, 2, 8
 X = torch.randn(6, 5, WIDTH, requires_grad=True)
@@ -146,7 +147,7 @@ def test_rows_that_are_put_back_are_exact(body: Callable[..., Tensor], sort: str
 
 @pytest.mark.parametrize("name", MIXES)
 def test_what_meets_others_or_comes_out_sorted_is_mixed(name: str) -> None:
-    assert capture(Router(MIXES[name]), (X,)).mixed
+    assert capture(LayerBehind(Router(MIXES[name])), (X,)).mixed
 
 
 def test_the_largest_first_is_mixed() -> None:

@@ -248,11 +248,23 @@ def test_steps_are_the_models(loss: Loss, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:loss_fn is kept whole")
-@pytest.mark.parametrize("loss", [with_a_root, two_of_each, carried], ids=named)
-def test_what_is_not_shown_is_refused(loss: Loss) -> None:
+@pytest.mark.parametrize("loss", [with_a_root, two_of_each], ids=named)
+def test_what_is_not_shown_is_computed_for_the_whole_batch(loss: Loss) -> None:
+    x, target = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    ours = model()
+    plain = copy.deepcopy(ours)
+    expected = loss(plain(x), target)
+    expected.backward()
+    with closing(fxpipe.compile(ours, 2, 2)) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=target, loss_fn=loss), expected.detach())
+        assert pipe.build.graph.epilogue is not None
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_samples_that_depend_on_the_one_before_are_refused() -> None:
     x, target = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
     with (
         closing(fxpipe.compile(model(), 2, 2)) as pipe,
         pytest.raises(CaptureError, match=r"test_losses_by_sample.py:\d+"),
     ):
-        pipe.step(x, target=target, loss_fn=loss)
+        pipe.step(x, target=target, loss_fn=carried)

@@ -34,7 +34,7 @@ class Scheduler:
     devices = ("cpu:0", "cpu:1")
     replicas = ()
 
-    def __init__(self, stages, whole):
+    def __init__(self, stages, whole, last):
         self.stages = stages
 '''
 

@@ -19,6 +19,7 @@ from fxpipe.codegen.scheduler.step_scheduler import emit_steps
 from fxpipe.codegen.stage.stage_file import emit_totals
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.whole_batch import WholeBatch
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.passes import lower
 from fxpipe.schedules.make_schedule import make
@@ -84,8 +85,8 @@ def test_golden_of_several_stages_on_a_device(golden: Golden) -> None:
 def test_a_label_of_any_text_stays_text(label: str) -> None:
     """Labels are checked where they come in; what is generated does not rely on that."""
     program, schedule, plan, totals = made("1f1b", (label, f"{label}1", "cpu:0"), 4, "except_last")
-    package_files = package(program, plan, emit_scheduler(program, 4, totals))
-    for text in (emit_steps(program, schedule, plan, totals), *package_files.values()):
+    package_files = package(program, plan, emit_scheduler(program, 4, WholeBatch(totals)))
+    for text in (emit_steps(program, schedule, plan, WholeBatch(totals)), *package_files.values()):
         if not text.startswith("{"):
             names = [node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
             assert "bad" not in names

@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.codegen.stage.stage_file import emit_stage
 from fxpipe.codegen.text.op_text import EmitError
-from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State, check
+from fxpipe.ir.graph.check_graph import check
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State
 from fxpipe.ir.graph.value_types import ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.ir.program.program import Loan, Move, Program, RuntimeCall, Stage
 from fxpipe.runtime import Draws

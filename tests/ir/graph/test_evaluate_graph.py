@@ -5,8 +5,9 @@ import operator
 import torch
 import torch.nn.functional as F
 
+from fxpipe.ir.graph.check_graph import check
 from fxpipe.ir.graph.evaluate_graph import evaluate, left_to_right
-from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State, check
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 
 ROW = TensorType("f32", ("b", 2), "cpu")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.graph.graph import check
+from fxpipe.ir.graph.check_graph import check
 from fxpipe.ir.graph.legal_cuts import vmaps
 from fxpipe.planning.stages.cut_costs import traffic
 from fxpipe.planning.stages.op_order import arrange, reorder, requirements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.graph.graph import check as check_graph
+from fxpipe.ir.graph.check_graph import check as check_graph
 from fxpipe.ir.plan.plan import Plan, StagePlan, check, stage_of
 from fxpipe.planning import homes, plan, plan_like
 from fxpipe.planning.stages.op_order import reorder

@@ -167,6 +167,8 @@ def drawn(seed: int, ranks: int, form: str = "", alike: int = ALIKE) -> Case:
             samples = rng.randint(ranks * options["chunks"], 16)
         elif form in ("tensor parallel", *MESHES):  # micro-batches, and the rows of a mesh, have one size
             samples *= 2 * options["chunks"]
+        if form == "plain" and what == "step" and rng.random() < 0.3:
+            what = "pairs"
         turns.append((what, rng.randrange(len(programs)), samples))
     first = 8 * options["chunks"] if form in ("tensor parallel", *MESHES) else 16
     return Case(seed, units, programs, tied, options, form, (("step", 0, first), *turns))
@@ -306,12 +308,13 @@ def played(pipe: Any, plain: nn.Module, case: Case) -> list[str]:
             pieces = max(2 * chunks, samples)  # batch norm needs two samples of each micro-batch
             x, target = (torch.randn(pieces, WIDTH, generator=generator) for _ in range(2))
         where = f"turn {turn}, {what} {how} of {len(x)}"
-        if what == "step":
-            loss = pipe.step(mine(x), how, target=mine(target), loss_fn=F.mse_loss)
+        if what in ("step", "pairs"):
+            loss_fn = of_pairs if what == "pairs" else F.mse_loss
+            loss = pipe.step(mine(x), how, target=mine(target), loss_fn=loss_fn)
             if sliced:
                 torch.distributed.all_reduce(loss)
                 loss /= 4
-            wanted = plain_step(plain, x, how, target, chunks)
+            wanted = plain_step(plain, x, how, target, chunks, loss_fn)
             found += differing(where, {"loss": loss}, {"loss": wanted})
             found += differing(where, gradients(pipe), gradients(plain))
         elif what in ("infer", "evaluate"):
@@ -339,15 +342,17 @@ def played(pipe: Any, plain: nn.Module, case: Case) -> list[str]:
     return found
 
 
-def plain_step(plain: nn.Module, x: Tensor, how: int, target: Tensor, chunks: int) -> Tensor:
-    total = torch.zeros(())
-    rows = split_sizes(len(x), chunks)
-    for piece, wanted in zip(x.split(rows), target.split(rows), strict=True):
-        loss = F.mse_loss(plain(piece, how), wanted) * len(piece) / len(x)
-        if loss.requires_grad:
-            loss.backward()
-        total += loss.detach()
-    return total
+def of_pairs(output: Tensor, target: Tensor) -> Tensor:
+    """A loss of all samples with each other, which micro-batches do not add up to."""
+    return ((output @ output.t() - target @ target.t()).square().mean() + 0.01).sqrt()
+
+
+def plain_step(plain: nn.Module, x: Tensor, how: int, target: Tensor, chunks: int, loss_fn: Any) -> Tensor:
+    pieces = x.split(split_sizes(len(x), chunks))
+    loss: Tensor = loss_fn(torch.cat([plain(piece, how) for piece in pieces]), target)
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach()
 
 
 def state_of(plain: nn.Module) -> dict[str, Tensor]:

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fxpipe.batching.batch_reductions import Kind, kind_of, kinds, summands
 from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, map_leaves
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, ValueType
 from fxpipe.ir.unique_names import Names
-
-from .batch_reductions import Kind, kind_of, kinds, summands
 
 
 def with_shares(graph: Graph, names: set[str]) -> Graph:

@@ -1,18 +1,54 @@
-"""The order in which a schedule runs the forwards of a stage that writes buffers or parameters.
+"""The schedule of a step or a call, and what the model demands of it.
 
-The final value of a running mean, for example, depends on the order of the calls. fxpipe's schedules run the forwards
-of a stage in the order of the micro-batches; a user's own schedule may not.
+- An epilogue needs what the last stage gives for all micro-batches before it gives gradients: all forwards of that
+  stage come before its first backward, as in GPipe.
+- The final value of a buffer that forward writes, such as a running mean, depends on the order of the forwards: that of
+  the micro-batches, which a user's own schedule may not keep.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from fxpipe.errors import PlanError
-from fxpipe.ir.graph.graph import Op
+from fxpipe.errors import PlanError, warn
+from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.schedule.sub_schedule import share
+from fxpipe.pipe.options.compile_options import Options, make_schedule
+from fxpipe.schedules.make_schedule import make
+from fxpipe.schedules.one_f_one_b import gpipe
+
+
+def schedule_of(program: Program, chunks: int, options: Options, limit: int) -> Schedule:
+    """The schedule of a step; calls of the pipe run GPipe's, over ranks only its forwards. `limit` is how many
+    micro-batches fit into memory."""
+    if program.graph.loss is None and options.ranks:
+        return make("forward-only", program.devices, chunks)
+    plain = share(gpipe(len(program.stages), chunks), program.devices)
+    if program.graph.loss is None:
+        return plain
+    made = make_schedule(options, program.devices, chunks, limit)
+    if not program.graph.trains_epilogue or _forwards_first(made, program.epilogue_stage):
+        return made
+    warn(
+        f"not used: the order of schedule {made.name!r}, as the loss needs the whole batch: all forwards of the last "
+        "stage come before its first backward, as with schedule='gpipe'"
+    )
+    return plain
+
+
+def refuse_epilogue(graph: Graph, why: str) -> None:
+    """Raise PlanError for a graph with an epilogue. `why`: the end of the sentence."""
+    if graph.epilogue is not None:
+        raise PlanError(f"{graph.epilogue.ops[-1].origin}\nneeds the whole batch, {why}")
+
+
+def _forwards_first(schedule: Schedule, stage: int) -> bool:
+    """Whether all forwards of a stage come before its first backward."""
+    kinds = "".join(action.kind for row in schedule.devices for action in row if action.stage == stage)
+    return "F" not in kinds.lstrip("F")
 
 
 def check_write_order(schedule: Schedule, program: Program) -> None:

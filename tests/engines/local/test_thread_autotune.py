@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.engines.common.thread_autotune import SMALL, TRIALS, ThreadAutotune
+from fxpipe.engines.local.thread_autotune import SMALL, TRIALS, ThreadAutotune
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 

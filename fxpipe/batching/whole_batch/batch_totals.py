@@ -21,6 +21,13 @@ from typing import Any
 
 import torch
 
+from fxpipe.batching.batch_dimension import follow
+from fxpipe.batching.batch_facts import batch_dims
+from fxpipe.batching.batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reduction
+from fxpipe.batching.data_sizes import mask_of, product
+from fxpipe.batching.loss_parts import COMBINED, needed, unknown_parts, with_named_parts, with_unknown_parts
+from fxpipe.batching.mixed_samples import Reduce, said
+from fxpipe.batching.selected_rows import rows_each, selected
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called, map_leaves, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument, arguments
@@ -28,14 +35,7 @@ from fxpipe.ir.graph.ops import DIVIDE, ELEMENTWISE_LOSSES, LABEL_LOSSES, MULTIP
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType, tensors
 from fxpipe.ir.unique_names import Names
 
-from .batch_dimension import follow
-from .batch_facts import batch_dims
-from .batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reduction
-from .data_sizes import mask_of, product
-from .loss_parts import COMBINED, needed, unknown_parts, with_named_parts, with_unknown_parts
 from .mean_shares import with_shares
-from .mixed_samples import Reduce, said
-from .selected_rows import rows_each, selected
 
 MEANS = {"mean"} | LABEL_LOSSES | ROW_LOSSES | ELEMENTWISE_LOSSES
 

@@ -3,11 +3,10 @@ and literals alone, such as masks and position ids."""
 
 from __future__ import annotations
 
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.shared_memory_values import known, memory_of
+from fxpipe.ir.graph.value_types import VMAP, tensors
 from fxpipe.ir.once import once
-
-from .graph import Graph
-from .shared_memory_values import known, memory_of
-from .value_types import VMAP, tensors
 
 
 @once

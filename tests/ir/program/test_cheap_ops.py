@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.ir.graph.cheap_ops import cheap_ops
+from fxpipe.ir.program.cheap_ops import cheap_ops
 from tests.helpers.planning_graphs import graph, vmap
 
 
