@@ -19,7 +19,7 @@ from fxpipe.capture.tracing.size_names import source_tree
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.ir.graph.graph import Origin
 
-from .opaque_submodules import names_in
+from .random_names import names_in
 
 
 def compared_type(twins: Twins, kept: Container[int], losses: Iterable[Any], paths: Iterable[str]) -> Refused | None:

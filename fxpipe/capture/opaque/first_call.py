@@ -20,6 +20,7 @@ from fxpipe.capture.twins.twin import Slot, Twins, hollow_one
 from fxpipe.torch_internals.tracing.patched import quiet
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensorMode
 
+from .calls_around import put
 from .opaque_submodules import Piece
 
 SIGNS = ("`lock` context manager", "`RLock` context manager")  # in errors that a first call may be to blame for
@@ -41,8 +42,7 @@ def warm(twins: Twins, call: Call, pieces: Collection[Piece] = ()) -> None:
 
     running = twins.with_stand_ins(stand_in)
     args, kwargs = (change(part, fake) for part in (call.args, call.kwargs))
-    for piece in pieces:
-        running.put_method(running.twin(piece.opaque.module), piece.forward, piece.opaque.method)
+    put(running, ((running.twin(piece.opaque.module), piece.called, piece.forward) for piece in pieces))
     asked = [piece.asked for piece in pieces]
     before = Snapshot([module for _, module in running.named()])
     with mode, torch.inference_mode(False), quiet("torch._subclasses.fake_tensor"):

@@ -29,7 +29,7 @@ from fxpipe.capture.nested_values import change
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins, as_held
 from fxpipe.capture.twins.untraced_lists import Listed, with_lists
-from fxpipe.ir.graph.module_parts import is_used, running_in, slots, used_modules
+from fxpipe.ir.graph.module_parts import function_named, is_used, running_in, slots, used_modules
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
@@ -46,6 +46,7 @@ from fxpipe.ir.sample_lists import of_samples, rebuilt
 from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
+from .calls_around import of_module, put
 from .derivatives import Derivatives
 from .mixing_in_runs import Contents, in_another_order, mixes
 from .opaque_submodules import Joins, Piece, Pieces
@@ -269,27 +270,34 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
     calls: list[Heard] = []
 
     def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
-        opaque, own = piece.opaque, getattr(module, piece.opaque.method)
+        opaque, own = piece.opaque, function_named(module, piece.opaque.method)
         uses = Uses(module, piece.used)  # now: to look at a tensor in a run is to use it
         is_method = opaque.method != "forward"
         places = [] if is_method and opaque.uses is None else slots(module, opaque.uses)
 
-        def ran(args: Any, kwargs: Any) -> Any:
+        def ran(args: Any, kwargs: Any, named: Any) -> Any:
             if not is_method:
                 return own(*args, **kwargs)
             with uses.noted():
                 if opaque.uses is not None and not piece.unfit:
                     try:
                         with running_in(module, opaque.method, opaque.uses) as (_, method):
-                            return method(*args, **kwargs)
+                            return method(*named[0], **named[1])
                     except Exception:  # if it is the model's own, the next line raises it, too
                         piece.unfit = (
                             "does not run with only the tensors that it uses, or sets attributes of its module"
                         )
                 return own(*args, **kwargs)
 
+        def stands_for(part: Any) -> Any:
+            found = of_module(module, part)
+            if found is not None and found not in piece.held:
+                piece.held.append(found)
+            return part if id(part) in lists else found
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = rebuilt((args, kwargs), lambda part: lists[id(part)][1] if id(part) in lists else None)
+            named = rebuilt((args, kwargs), stands_for)
+            given = rebuilt(named, lambda part: lists[id(part)][1] if id(part) in lists else None)
             tensors, key = take_apart(module, *given)
             own_sizes = {id(x) for x in of_samples(given)}
             takes = [(x.dtype, _shape(x, id(x) in own_sizes)) for x in tensors]
@@ -300,7 +308,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             contents = [x.detach().clone() if x.layout is torch.strided else None for x in states]
             derivatives = Derivatives(tensors)
             with said_to_compile(False), derivatives:  # as when the pipeline runs it
-                result = ran(args, kwargs)
+                result = ran(args, kwargs, named)
             piece.leaves |= derivatives.leave
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
@@ -325,9 +333,8 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
 
         return forward
 
-    for piece in pieces.by_key.values():
-        twin = running.twin(piece.opaque.module)
-        running.put_method(twin, listener(piece, twin), piece.opaque.method)
+    twins = ((piece, running.twin(piece.opaque.module)) for piece in pieces.by_key.values())
+    put(running, ((twin, piece.called, listener(piece, twin)) for piece, twin in twins))
     return calls
 
 

@@ -9,12 +9,10 @@ Dynamo must know the results of the op to trace on: they are learnt by running t
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from traceback import FrameSummary
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -28,16 +26,13 @@ from fxpipe.capture.twins.twin import Twins
 from fxpipe.capture.twins.untraced_lists import for_ops
 from fxpipe.errors import warn
 from fxpipe.ir.graph.graph import Graph, map_leaves
-from fxpipe.ir.graph.module_parts import is_used, slots, used_modules
+from fxpipe.ir.graph.module_parts import OfModule, is_used, slots, used_modules
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, wanting
+from fxpipe.ir.sample_lists import rebuilt
 
-from .methods_around import frames_at, methods_of
+from .calls_around import Called, calls_of, frames_at, one_of, put
+from .random_names import may_draw
 
-# Names of functions that may draw random numbers. Others are found if they draw in the runs of `learn_outputs.py`.
-DRAWS = re.compile(
-    r"rand(n|int|perm)?(_like)?|\w*dropout\w*|bernoulli_?|multinomial|normal_?|uniform_?|gumbel_softmax|r?sample"
-    r"|exponential_|poisson|rrelu_?|\w*noise\w*"
-)
 MOST_ROWS = 1 << 40  # of a result of which only a run tells how many it has
 
 
@@ -48,7 +43,8 @@ class Joins(IntEnum):
     NONE, UNEQUAL, ALL = 0, 1, 2
 
 
-Key = tuple[int, str]  # the id of a twin, and the method
+Key = tuple[int, str]  # the id of a twin, and the name of the method or function
+FORWARD = Called("forward")
 
 
 @dataclass(eq=False)
@@ -69,6 +65,7 @@ class Piece:
     - `told`: whether the user was warned.
     - `frames`: the calls that led to the line that cannot be traced.
     - `used`: what a method uses, seen in runs; `unfit`: why it cannot run with only that, or "".
+    - `called`: the method, or the function that one calls; `held`: the objects of its module that it is given.
     """
 
     opaque: Opaque
@@ -86,9 +83,11 @@ class Piece:
     frames: Sequence[FrameSummary] = ()
     used: set[str] = field(default_factory=set)
     unfit: str = ""
+    called: Called = FORWARD
+    held: list[OfModule] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        module, forms, pieces = self.twin, self.forms, self.pieces
+        module, forms, pieces, held = self.twin, self.forms, self.pieces, self.held
         self.places = places = slots(module, self.opaque.uses)
 
         def call(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,6 +102,8 @@ class Piece:
             tensors = [getattr(part, key) for _, part, key in places]
             if pieces.lists:
                 args, kwargs = for_ops((args, kwargs))
+            if held:
+                args, kwargs = rebuilt((args, kwargs), lambda part: one_of(held, module, part))
             return forms[module.training](op(tensors, args, kwargs))  # no name: it would be one in the generated code
 
         self.call, self.forward = call, forward
@@ -199,9 +200,9 @@ class Pieces:
         stale = [key for key, p in rows if key[0] not in there or p.places != slots(p.twin, p.opaque.uses)]
         for key in stale:
             old = self.by_key.pop(key)
-            twins.put_method(old.twin, None, key[1])
+            twins.put_method(old.twin, None, old.called.changed)
             if key[0] in there:
-                self._put(old.opaque, old.twin, twins, old.frames, old.around)
+                self._put(old.opaque, old.twin, twins, old.called, old.frames, old.around)
         self._keep_scripts(twins)
         return bool(stale)
 
@@ -209,7 +210,8 @@ class Pieces:
         """Let a piece have the tensors that were seen to be used, and keep what is in it no more."""
         opaque = piece.opaque
         uses = frozenset(piece.used).union(opaque.uses or ())
-        self._put(replace(opaque, uses=uses), piece.twin, twins, piece.frames, piece.around).told = piece.told
+        opaque = replace(opaque, uses=uses)
+        self._put(opaque, piece.twin, twins, piece.called, piece.frames, piece.around).told = piece.told
         for _, part in used_modules(piece.twin, uses):
             self._drop(part, twins)
 
@@ -227,29 +229,35 @@ class Pieces:
         opaque: Opaque,
         twin: nn.Module,
         twins: Twins,
+        called: Called = FORWARD,
         frames: Sequence[FrameSummary] = (),
         around: bool = False,
     ) -> Piece:
         """Keep this whole, without what was learnt of it before."""
         opaque = replace(opaque, promises=[], written=[], remembers=set(), writes=set(), deferred=None)
-        piece = Piece(opaque, twin, may_draw(twin, opaque.uses), self, around=around, frames=frames)
+        opaque = replace(opaque, method=called.name)
+        draws = may_draw(twin, opaque.uses, called.code)
+        piece = Piece(opaque, twin, draws, self, around=around, frames=frames, called=called)
         self.by_key[piece.key] = piece
-        twins.put_method(twin, piece.forward, opaque.method)
+        put(twins, self._stand_ins(twin))
         return piece
+
+    def _stand_ins(self, twin: nn.Module | None = None) -> Iterator[tuple[nn.Module, Called, Callable[..., Any]]]:
+        """What stands in for what is called, of one twin or of all."""
+        pieces = (piece for piece in self.by_key.values() if twin is None or piece.twin is twin)
+        return ((piece.twin, piece.called, piece.forward) for piece in pieces)
 
     def _drop(self, twin: nn.Module, twins: Twins) -> None:
         """Keep a submodule no more, nor methods of it."""
         for key in [key for key in self.by_key if key[0] == id(twin)]:
-            del self.by_key[key]
-            twins.put_method(twin, None, key[1])
+            twins.put_method(twin, None, self.by_key.pop(key).called.changed)
 
     def reset(self, before: dict[Key, Piece], twins: Twins) -> None:
         """Keep the pieces in `before` instead of the current ones."""
         for piece in self.by_key.values():
-            twins.put_method(piece.twin, None, piece.opaque.method)
+            twins.put_method(piece.twin, None, piece.called.changed)
         self.by_key = before
-        for piece in before.values():
-            twins.put_method(piece.twin, piece.forward, piece.opaque.method)
+        put(twins, self._stand_ins())
 
     def keep(self, twins: Twins, refused: Refused) -> bool:
         """Keep one more submodule whole: the innermost around the refused line that is not kept yet; at last the model
@@ -293,9 +301,9 @@ class Pieces:
             if not own or self._is_done(module):
                 continue
             opaque = replace(why, path=path, module=twins.original(module))
-            for method in methods_of(module, frames) if _has_most(module, twins) else ():
-                if not self._is_done(module, method):
-                    self._put(replace(opaque, method=method), module, twins, frames, around)
+            for called in calls_of(opaque.module, frames) if _has_most(module, twins) else ():
+                if not self._is_done(module, called):
+                    self._put(opaque, module, twins, called, frames, around)
                     return True
             found = [(path, module)]
             if any(type(piece.twin) is type(module) for piece in self.whole.values()):
@@ -305,14 +313,15 @@ class Pieces:
                 if not any(is_inside(place, piece.opaque) for piece in self.whole.values()):
                     for part in one.modules():
                         self._drop(part, twins)
-                    self._put(replace(opaque, path=place, module=twins.original(one)), one, twins, frames, around)
+                    kept = replace(opaque, path=place, module=twins.original(one))
+                    self._put(kept, one, twins, FORWARD, frames, around)
             return True
         return False
 
-    def _is_done(self, module: nn.Module, method: str = "forward") -> bool:
+    def _is_done(self, module: nn.Module, called: Called = FORWARD) -> bool:
         """Whether it is kept whole, or cannot be."""
-        key = id(module), method
-        return key in self.by_key or key in self.given_up
+        key = id(module), called.name
+        return key in self.given_up or (key in self.by_key and self.by_key[key].called == called)
 
     @property
     def asked(self) -> bool:
@@ -370,26 +379,3 @@ def refuse_unbounded_size(graph: Graph, twins: Twins) -> Refused | None:
             frames = frames_at(inside[-1], op.origin)
             return Refused(op.origin, *DATA_SIZES, [id(module) for module in inside], frames=frames)
     return None
-
-
-# Random numbers -------------------------------------------------------------------------------------------------------
-
-
-def may_draw(module: nn.Module, uses: Collection[str] | None = None) -> bool:
-    """Whether the code of the module, or of a submodule that is used, names a function that may draw random numbers."""
-    parts = [module, *(part for _, part in used_modules(module, uses))]
-    scripts = [part.script for part in parts if isinstance(part, ScriptTwin)]
-    words = (word for script in scripts for word in re.findall(r"\w+", getattr(script, "code", "")))
-    return any(map(DRAWS.fullmatch, words)) or any(
-        any(map(DRAWS.fullmatch, names_in(function.__code__)))
-        for part in parts
-        for kind in type(part).__mro__
-        if issubclass(kind, nn.Module) and kind is not nn.Module
-        for function in vars(kind).values()
-        if isinstance(function, FunctionType) and not function.__name__.startswith(("__", "reset_", "extra_repr"))
-    )
-
-
-def names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes in code, also in that of functions inside of it."""
-    return {*code.co_names}.union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

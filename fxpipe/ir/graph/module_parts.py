@@ -5,26 +5,45 @@
     part.visual      the submodule itself          part.layers     `Unused`: nothing can be done with it
     part.newline     the tensor of the op          part.config     what else the module has
 
-So no tensor takes part that the op is not given, and other threads may use the rest of the module meanwhile.
+So no tensor takes part that the op is not given, and other threads may use the rest of the module meanwhile. The same
+holds for a function that forward calls, self.loss_function(x): it is found by the name that forward calls it by.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Never
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, Never
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from fxpipe.ir.sample_lists import rebuilt
 
 SET_NO_PARAMETER = "compute with the other tensor itself, as in torch.nn.functional.linear(x, weight)"
 Named = Sequence[tuple[str, nn.Module]]  # modules, with their paths
 LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=LOCKS.clear)  # the thread of the parent that holds a lock is not in the child
+
+
+class OfModule(NamedTuple):
+    """In arguments, in place of an object that the module has: the module itself, a submodule or another attribute."""
+
+    path: str
+
+    def of(self, module: nn.Module) -> Any:
+        found: Any = module
+        for name in self.path.split(".") if self.path else ():
+            found = getattr(found, name)
+        return found
 
 
 class Unused:
@@ -85,14 +104,20 @@ def running_in(
     """A context with the modules in which a method runs, and the method. `uses`: the paths of the tensors and
     submodules that it uses; None for all of the module itself. Raises RuntimeError for attributes that it sets."""
     if uses is None:
-        yield [*module.named_modules()], getattr(module, method)
+        yield [*module.named_modules()], function_named(module, method)
         return
     made: dict[int, nn.Module] = {}
     part = _part_maker(module, uses, made)(module, "")
     vars(part).pop(method, None)
     before = [(one, dict(vars(one))) for one in made.values()]
     paths = [(path, one) for path, one in module.named_modules() if id(one) in made or is_used(path, uses)]
-    yield [(path, made.get(id(one), one)) for path, one in paths], getattr(part, method)
+    own = function_named(part, method)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = rebuilt((args, kwargs), lambda given: given.of(part) if isinstance(given, OfModule) else None)
+        return own(*args, **kwargs)
+
+    yield [(path, made.get(id(one), one)) for path, one in paths], run
     for one, held in before:
         now = vars(one)
         for name in now.keys() | held.keys():
@@ -101,6 +126,40 @@ def running_in(
                     f"{type(module).__name__}.{method} is kept whole, and sets {name}, which it did not when it was "
                     "captured; return the value, and set it in forward"
                 )
+
+
+def function_named(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The method of a module, or the function that its methods call by this name, without what a partial of it adds: an
+    attribute, a variable that they see, or one in a module or class that they name. Raises AttributeError for none."""
+    found = getattr(module, name, None)
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
+    methods = (inspect.unwrap(one) for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType))
+    known = [(one, known_in(one)) for one in methods if isinstance(one, FunctionType)] if found is None else []
+    holders = (seen.get(other) for method, seen in known for other in method.__code__.co_names)
+    found_in = [seen[name] for _, seen in known if name in seen]
+    found_in += [vars(held)[name] for held in holders if isinstance(held, (ModuleType, type)) and name in vars(held)]
+    found = next((one for one in found_in if callable(one)), found)
+    if found is None:
+        raise AttributeError(f"{type(module).__name__} calls nothing by the name {name}")
+    if isinstance(found, staticmethod):
+        found = found.__func__
+    while isinstance(found, partial):
+        found = found.func
+    return found
+
+
+def known_in(function: FunctionType) -> Mapping[str, Any]:
+    """The variables that a function sees and does not set: of its module and its closure."""
+    return ChainMap(closure_of(function), function.__globals__)
+
+
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """The variables of a function's closure that have a value."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is not set yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _part_maker(
