@@ -47,7 +47,8 @@ class Net(nn.Module):
         self.first, self.part, self.last = nn.Linear(WIDTH, WIDTH), Part(body), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, *given: Any) -> Any:
-        return self.join(self, torch.tanh(self.first(x)), *given)
+        join = self.join  # by no name that leads to it again: it stands for lines of forward's own
+        return join(self, torch.tanh(self.first(x)), *given)
 
 
 class Step(NamedTuple):

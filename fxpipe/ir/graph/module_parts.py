@@ -108,7 +108,8 @@ def running_in(
         return
     made: dict[int, nn.Module] = {}
     part = _part_maker(module, uses, made)(module, "")
-    vars(part).pop(method, None)
+    if hasattr(type(part), method):  # a twin has something else in its place
+        vars(part).pop(method, None)
     before = [(one, dict(vars(one))) for one in made.values()]
     paths = [(path, one) for path, one in module.named_modules() if id(one) in made or is_used(path, uses)]
     own = function_named(part, method)
