@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from traceback import FrameSummary
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -42,7 +42,7 @@ class Called:
     """
 
     name: str
-    function: Callable[..., Any] | None = None
+    function: Any = None
     host: str = ""
     text: str = ""
     bound: bool = False
@@ -53,8 +53,8 @@ class Called:
         return self.host or self.name
 
     @property
-    def code(self) -> CodeType | None:
-        """That of the function."""
+    def code(self) -> Any:
+        """That of the function; None for a method."""
         return getattr(self.function, "__code__", None)
 
 
@@ -70,7 +70,8 @@ def calls_of(module: nn.Module, frames: Sequence[FrameSummary]) -> list[Called]:
         code = _code(module, frame.name) if own and frame.name not in vars(module) else None
         is_method = is_forward or (code is not None and _is_in(frame, code))
         if is_method and inside is not None:
-            found += _functions_at(module, frame, inside)
+            every = (called for _, called in _functions_in(module, frame.name, frame.lineno))
+            found += [one for one in every if _is_in(inside, one.code) and _can_be_kept(module, one)][:1]
         if is_forward:
             return found
         if is_method:
@@ -80,15 +81,21 @@ def calls_of(module: nn.Module, frames: Sequence[FrameSummary]) -> list[Called]:
 
 
 def frames_at(module: nn.Module, where: Origin) -> list[FrameSummary]:
-    """The calls that lead to a line of a module's forward, or of a method that forward calls itself; [] if it is in
-    neither."""
+    """The calls that lead to a line of a module's forward, or of a method or function that forward calls itself; [] if
+    it is in neither."""
     forward = _code(module, "forward")
+    if forward is None:
+        return []
+    outer = FrameSummary(forward.co_filename, forward.co_firstlineno, "forward", lookup_line=False)
     for name in dict.fromkeys(name for kind in type(module).__mro__ for name in vars(kind)):
         code = _code(module, name)
         found = FrameSummary(where.file, where.line, name, lookup_line=False)
-        if forward is not None and code is not None and _is_in(found, code):
-            outer = FrameSummary(forward.co_filename, forward.co_firstlineno, "forward", lookup_line=False)
+        if code is not None and _is_in(found, code):
             return [outer, found]
+    for line, called in _functions_in(module, "forward"):
+        found = FrameSummary(where.file, where.line, called.code.co_name, lookup_line=False)
+        if _is_in(found, called.code):
+            return [FrameSummary(outer.filename, line, "forward", lookup_line=False), found]
     return []
 
 
@@ -141,40 +148,38 @@ def _lines(code: CodeType) -> Iterator[int | None]:
 # Functions ------------------------------------------------------------------------------------------------------------
 
 
-def _functions_at(module: nn.Module, frame: FrameSummary, inside: FrameSummary) -> Iterator[Called]:
-    """The function that a method of the module calls in this line, if it is by a name that leads to it again."""
-    method = inspect.unwrap(inspect.getattr_static(type(module), frame.name))
+def _functions_in(module: nn.Module, host: str, line: int | None = None) -> Iterator[tuple[int, Called]]:
+    """The functions that a method of the module calls, in a line or in any, with the lines."""
+    method = inspect.unwrap(inspect.getattr_static(type(module), host))
     tree = _definition(method)
-    line = frame.lineno or 0
-    for node in ast.walk(tree) if tree is not None and frame.name not in vars(module) else ():
-        if not isinstance(node, ast.Call) or not node.lineno <= line <= (node.end_lineno or 0):
-            continue
-        text = ast.unparse(node.func)
-        names = text.split(".")
-        value = _value(module, method, names) if all(map(str.isidentifier, names)) else None
-        function = value.func if isinstance(value, partial) else value
-        if not isinstance(function, FunctionType) or not _is_in(inside, function.__code__):
-            continue
-        called = Called(names[-1], function, frame.name, text, isinstance(value, partial))
-        again = function_named(module, called.name) is function and not _holds_trained(function)
-        if again and _with_stand_ins(module, frame.name, [(called, function)]) is not None:
-            yield called
-            return
+    for node in ast.walk(tree) if tree is not None and host not in vars(module) else ():
+        if isinstance(node, ast.Call) and (line is None or node.lineno <= line <= (node.end_lineno or 0)):
+            text = ast.unparse(node.func)
+            names = text.split(".")
+            value = _value(module, method, names) if all(map(str.isidentifier, names)) else None
+            function = value.func if isinstance(value, partial) else value
+            if isinstance(function, FunctionType):
+                yield node.lineno, Called(names[-1], function, host, text, isinstance(value, partial))
+
+
+def _can_be_kept(module: nn.Module, called: Called) -> bool:
+    """Whether a function is called by a name that leads to it again, in code that can be changed, and has no parameters
+    of its own."""
+    again = function_named(module, called.name) is called.function and not _holds_trained(called.function)
+    return again and _with_stand_ins(module, called.host, [(called, called.function)]) is not None
 
 
 def _value(module: nn.Module, method: FunctionType, names: Sequence[str]) -> Any:
     """What a method calls by these names, joined by dots: an attribute of its module, or what no name of its own leads
     to; else None."""
-    code, known = method.__code__, known_in(method)
-    if names[0] in code.co_varnames[:1] and len(names) == 2:
-        return getattr(module, names[1], None)
-    value = None if names[0] in (*code.co_varnames, *code.co_cellvars) else known.get(names[0])
-    for name in names[1:]:
-        value = getattr(value, name, None)
-    return value
+    code, own = method.__code__, len(names) == 2 and names[0] in method.__code__.co_varnames[:1]
+    with suppress(Exception):  # of a property that forward does not ask now
+        value = None if names[0] in (*code.co_varnames, *code.co_cellvars) else known_in(method).get(names[0])
+        return reduce(getattr, names[1:], module if own else value)
+    return None
 
 
-def _holds_trained(function: FunctionType) -> bool:
+def _holds_trained(function: Any) -> bool:
     """Whether a function reaches modules, or tensors that need a gradient, which it is not given."""
     given = (function.__defaults__ or ()), (function.__kwdefaults__ or {}).values()
     held = (*closure_of(function).values(), *given[0], *given[1])

@@ -122,9 +122,9 @@ def _scaled(size: Any, by: Scaled) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A submodule, or a method of one, that is kept whole. `opaque(tensors, args, kwargs)`, with its parameters and
-    buffers in the order of `names`, returns a tuple of the tensors in its result, in order; a single tensor without the
-    tuple.
+    """A submodule, a method of one, or a function that it calls, that is kept whole. `opaque(tensors, args, kwargs)`,
+    with its parameters and buffers in the order of `names`, returns a tuple of the tensors in its result, in order; a
+    single tensor without the tuple.
 
     - `path`: the submodule's path in the model, "" for the model itself.
     - `origin`, `reason`, `advice`: the line that cannot be traced, why, and what to write instead.
@@ -135,7 +135,7 @@ class Opaque:
     - `writes`: the buffers, among `names`, that runs have shown it to write.
     - `deferred`: None, or its norms update running statistics at the end of the mini-batch: how many calls in a forward
       have updated them before this one.
-    - `method`: what is called; `uses`: the paths in the submodule of what that uses, None for all.
+    - `method`: the name of what is called; `uses`: the paths in the submodule of what that uses, None for all.
     - `lists`: `without` and `joined` of its promises, for a saved pipe, which has none of these.
     """
 
