@@ -201,10 +201,11 @@ def _wrapped(outer: FunctionType, made: FunctionType) -> FunctionType | None:
     if below is None:
         return made
     inner = _wrapped(below, made)
-    cells = [CellType(inner) if cell.cell_contents is below else cell for cell in outer.__closure__ or ()]
-    if inner is None or all(cell.cell_contents is not inner for cell in cells):
+    holding = [name for name, value in closure_of(outer).items() if value is below]
+    if inner is None or not holding:
         return None
-    copy = _like(outer, outer.__code__, tuple(cells))
+    cells = zip(outer.__code__.co_freevars, outer.__closure__ or (), strict=True)
+    copy = _like(outer, outer.__code__, tuple(CellType(inner) if name in holding else cell for name, cell in cells))
     copy.__wrapped__ = inner  # type: ignore[attr-defined]
     return copy
 
@@ -237,7 +238,7 @@ def _changed(function: FunctionType, kept: Sequence[Kept]) -> FunctionType | Non
     given_names = [ast.arg(name) for name in cells if name != "__class__"]
     around = ast.FunctionDef("around", ast.arguments([], given_names, None, [], [], None, []), tree.body, [])
     whole = ast.fix_missing_locations(ast.Module([around], []))
-    with suppress(SyntaxError, ValueError):
+    with suppress(SyntaxError, ValueError, KeyError):
         codes = _codes(compile(whole, function.__code__.co_filename, "exec", dont_inherit=True))
         code = next(code for code in codes if code.co_name == function.__code__.co_name)
         return _like(function, code, tuple(cells[name] for name in code.co_freevars))
@@ -257,8 +258,8 @@ def _definition(function: FunctionType) -> ast.Module | None:
     try:
         text = inspect.getsource(code)
         inside = text[:1].isspace()  # the text of strings in it must stay as it is
-        name = owner[0] if owner and owner[0].isidentifier() else "Owner"
-        tree = ast.parse(f"class {name}:\n{text}" if inside else text)
+        around = f"class {owner[0]}" if owner and owner[0].isidentifier() else "if True"
+        tree = ast.parse(f"{around}:\n{text}" if inside else text)
     except (OSError, TypeError, SyntaxError):
         return None
     made: Any = tree.body[0]

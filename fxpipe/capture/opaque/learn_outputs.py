@@ -290,7 +290,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
                 return own(*args, **kwargs)
 
         def stands_for(part: Any) -> Any:
-            found = of_module(module, part)
+            found = of_module(module, part) if is_method else None
             if found is not None and found not in piece.held:
                 piece.held.append(found)
             return part if id(part) in lists else found
