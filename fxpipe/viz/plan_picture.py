@@ -1,4 +1,5 @@
-"""A plan as a picture: a card for each stage, with its devices, its ops, and what it recomputes."""
+"""A plan as a picture: a card for each stage, with its devices, its ops, and what it recomputes. An arrow at the end of
+a row goes on in the next row."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from fxpipe.ir.plan.hybrid_plan import joined
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.units import count
 
-from .svg_elements import arrow_head, page, tag, text_width, words
+from .svg_elements import WIDE, arrow_head, page, tag, text_width, words
 
-TOP, HEIGHT, ARROW = 84.0, 112.0, 40.0
+TOP, HEIGHT, BELOW, ARROW, LEFT = 84.0, 112.0, 28.0, 40.0, 24.0
 LONGEST = 26  # letters of a name that a card shows
 
 
@@ -18,17 +19,24 @@ def draw(plan: Plan) -> str:
     """The picture as the text of an SVG file."""
     stages = count(len(plan.stages), "stage", "stages")
     facts = f"{stages}, {count(plan.chunks, 'micro-batch', 'micro-batches')}, {plan.schedule.partition(':')[0]}"
-    lines, x = [words(plan.model, 24, 36, size=17, font_weight=600), words(facts, 24, 57, "soft", 12.5)], 24.0
+    lines = [words(plan.model, LEFT, 36, size=17, font_weight=600), words(facts, LEFT, 57, "soft", 12.5)]
+    x, y, ends = LEFT, TOP, [LEFT + text_width(text, 17) for text in (plan.model, facts)]
     for index, stage in enumerate(plan.stages):
         told = _told(stage)
-        wide = 40 + max(text_width(text, 11.5) for text in [f"stage {index}    {joined(stage.devices)}", *told])
+        head = text_width(f"stage {index}", 14) + 24 + text_width(joined(stage.devices), 11.5)
+        wide = 40 + max(head, *(text_width(text, 11.5) for text in told))
         if index:
-            lines += _arrow(x, TOP + HEIGHT / 2)
+            lines += _arrow(x, y + HEIGHT / 2)
             x += ARROW
-        lines += _card(index, stage, told, x, wide)
+            ends.append(x)
+        if index and x + wide + ARROW + LEFT > WIDE:
+            x, y = LEFT, y + HEIGHT + BELOW
+            lines += _arrow(x, y + HEIGHT / 2)
+            x += ARROW
+        lines += _card(index, stage, told, x, y, wide)
         x += wide
-    width = max(x, *(24 + text_width(text, 17) for text in (plan.model, facts))) + 24
-    return page(width, TOP + HEIGHT + 28, plan.model, lines)
+        ends.append(x)
+    return page(max(ends) + LEFT, y + HEIGHT + BELOW, plan.model, lines)
 
 
 def _told(stage: StagePlan) -> list[str]:
@@ -46,14 +54,14 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :]
 
 
-def _card(index: int, stage: StagePlan, told: list[str], x: float, wide: float) -> Iterator[str]:
+def _card(index: int, stage: StagePlan, told: list[str], x: float, y: float, wide: float) -> Iterator[str]:
     hint = tag("title", ", ".join(stage.devices))
     for class_ in ("card", "line-stroke"):
-        yield tag("rect", hint, x=x, y=TOP, width=wide, height=HEIGHT, rx=10, class_=class_)
-    yield words(f"stage {index}", x + 16, TOP + 26, size=14, font_weight=600)
-    yield words(joined(stage.devices), x + wide - 16, TOP + 26, "flow", 11.5, text_anchor="end", font_weight=600)
+        yield tag("rect", hint, x=x, y=y, width=wide, height=HEIGHT, rx=10, class_=class_)
+    yield words(f"stage {index}", x + 16, y + 26, size=14, font_weight=600)
+    yield words(joined(stage.devices), x + wide - 16, y + 26, "flow", 11.5, text_anchor="end", font_weight=600)
     for line, text in enumerate(told):
-        yield words(text, x + 16, TOP + 52 + 18 * line, "soft", 11.5)
+        yield words(text, x + 16, y + 52 + 18 * line, "soft", 11.5)
 
 
 def _arrow(x: float, y: float) -> Iterator[str]:

@@ -5,32 +5,37 @@ inputs   ╭┴────────╮         ╭───▼────�
 image  ─▶│ stage 0 │── x ───▶│ stage 2 │─▶ y    between neighbours, arrows
          ╰┬────────╯         ╰───▲─────╯
           ╰┄┄┄┄ embed.weight ┄┄┄┄╯              loans below: tensors of the model that stages share
+
+Many stages stand in several rows. The pill at the end of a row stands for the stages of the rows below, and that at the
+beginning of the next for those above: what goes from row to row ends at the one, and begins again at the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from fxpipe.ir.plan.hybrid_plan import joined, ranges
-from fxpipe.ir.program.program import Program, Stage
-from fxpipe.viz.svg_elements import arrow_head, page, tag, text_width, words
+from fxpipe.ir.program.program import Move, Program, Stage
+from fxpipe.viz.svg_elements import WIDE, arrow_head, page, tag, text_width, words
 
 LEVEL, LINE = 26.0, 16.0  # heights: between arcs, of a line in a card
+TOP, BELOW, LEFT = 84.0, 28.0, 24.0  # where the first row is, how far apart rows are, the margin at the sides
+LEAST = 4  # so few stages are in one row, also if it is wider than WIDE
 PILL = 60.0  # the width of what stands for the caller
 MODULES, LONGEST = 5, 26  # as many of a stage's modules, and letters of each, as a card shows
 
 
 @dataclass(frozen=True)
 class _Card:
-    """A stage's place; the caller stands at index -1 with what goes in and at n with what comes out."""
+    """The place of a stage, or of the pill at an end of a row: what stands there for the caller or for other rows."""
 
-    index: int
     x: float
     width: float
     y: float
     height: float
+    name: str  # as it shows
 
     @property
     def right(self) -> float:
@@ -48,27 +53,102 @@ class _Arc:
     source: int
     targets: tuple[int, ...]
     label: str
+    kind: str
     level: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The stages from `first` to `last`, beside each other; the pills at the ends have the numbers before and after."""
+
+    first: int
+    last: int
+    over: tuple[_Arc, ...]
+    under: tuple[_Arc, ...]
+
+    @property
+    def indices(self) -> range:
+        return range(self.first - 1, self.last + 2)
+
+    @property
+    def above(self) -> float:
+        """The height of the arcs over the cards."""
+        return LEVEL * _levels(self.over) + (14 if self.over else 0)
+
+    @property
+    def below(self) -> float:
+        return LEVEL * _levels(self.under) + (18 if self.under else 0)
 
 
 def draw(program: Program) -> str:
     """The picture as the text of an SVG file."""
     between = _values(program)
-    over = _arcs((move.value, move.source, move.target) for move in program.moves if move.portal)
-    under = _arcs((program.state(loan.state).path, loan.home, loan.user) for loan in program.loans)
-    cards = _cards(program, between, [*over, *under], top=84 + LEVEL * _levels(over) + (14 if over else 0))
-    lines = [words(program.graph.model, 24, 36, size=17, font_weight=600)]
-    lines.append(words(_facts(program), 24, 57, "soft", 12.5))
-    for arcs, up in ((over, True), (under, False)):
-        lines += [mark for arc in arcs for mark in _bow(cards, arcs, arc, up)]
-        lines += [mark for arc in arcs for mark in _name(cards, arc, up)]  # later, on top of lines that cross
-    for index in range(-1, len(program.stages)):
-        lines += _flow(program, cards[index], cards[index + 1], between.get((index, index + 1), []))
-    lines += [mark for stage in program.stages for mark in _card(program, stage, cards[stage.index])]
-    lines += [*_caller(cards[-1], "inputs"), *_caller(cards[len(program.stages)], "outputs")]
-    last = cards[len(program.stages)]
-    height = last.y + last.height + LEVEL * _levels(under) + (18 if under else 0) + 28
-    return page(last.right + 24, height, program.graph.model, lines)
+    rows, places = _rows(program, between)
+    lines = [words(program.graph.model, LEFT, 36, size=17, font_weight=600)]
+    lines.append(words(_facts(program), LEFT, 57, "soft", 12.5))
+    y, right = TOP, 0.0
+    for row in rows:
+        cards = _cards(program, row, places, y + row.above)
+        lines += _row(program, row, cards, between)
+        card = cards[row.first]
+        y, right = card.y + card.height + row.below + BELOW, max(right, cards[row.last + 1].right)
+    return page(right + LEFT, y, program.graph.model, lines)
+
+
+def _row(
+    program: Program, row: _Row, cards: Mapping[int, _Card], between: Mapping[tuple[int, int], Sequence[str]]
+) -> Iterator[str]:
+    for arcs, up in ((row.over, True), (row.under, False)):
+        for arc in arcs:
+            yield from _bow(row, cards, arcs, arc, up)
+        for arc in arcs:  # later, on top of lines that cross
+            yield from _name(row, cards, arc, up)
+    for pair in pairwise(row.indices):
+        yield from _flow(program, cards[pair[0]], cards[pair[1]], between.get(pair, []))
+    for stage in program.stages[row.first : row.last + 1]:
+        yield from _card(program, stage, cards[stage.index])
+    for index in (row.first - 1, row.last + 1):
+        yield from _end(cards[index])
+
+
+def _rows(
+    program: Program, between: Mapping[tuple[int, int], Sequence[str]]
+) -> tuple[tuple[_Row, ...], tuple[tuple[float, float], ...]]:
+    """The rows, as few as are narrow enough, and the place and width of each column, pills included."""
+    n = len(program.stages)
+    for count in range(1, n + 1):
+        columns = -(-n // count)
+        rows = tuple(_arcs_of(program, first, min(first + columns, n) - 1) for first in range(0, n, columns))
+        places = _places(program, rows, between)
+        if sum(places[-1]) + LEFT <= WIDE or columns <= LEAST:
+            break
+    return rows, places
+
+
+def _arcs_of(program: Program, first: int, last: int) -> _Row:
+    n = len(program.stages)
+    users: dict[tuple[int, str], set[int]] = {}
+    for move in program.moves:
+        users.setdefault((move.source, move.value), set()).add(move.target)
+
+    def kind(move: Move) -> str:
+        """The colour: what comes from the caller, or goes only there, is no portal, but as other inputs."""
+        return "flow" if move.source == -1 or users[move.source, move.value] == {n} else "arc"
+
+    over = [(move.value, kind(move), move.source, move.target) for move in program.moves if move.portal]
+    under = [(program.state(loan.state).path, "loan", loan.home, loan.user) for loan in program.loans]
+    return _Row(first, last, _arcs(_inside(over, first, last)), _arcs(_inside(under, first, last)))
+
+
+def _inside(moves: Iterable[tuple[str, str, int, int]], first: int, last: int) -> Iterator[tuple[str, str, int, int]]:
+    """The parts of moves that a row shows.
+
+    >>> list(_inside([("a", "arc", 0, 2), ("b", "arc", 1, 9), ("c", "arc", 5, 7)], 2, 4))
+    [('a', 'arc', 1, 2), ('b', 'arc', 1, 5)]
+    """
+    for name, kind, source, target in moves:
+        if source <= last and target >= first:
+            yield name, kind, max(source, first - 1), min(target, last + 1)
 
 
 def _values(program: Program) -> dict[tuple[int, int], list[str]]:
@@ -79,43 +159,71 @@ def _values(program: Program) -> dict[tuple[int, int], list[str]]:
     return between
 
 
-def _arcs(moves: Iterable[tuple[str, int, int]]) -> list[_Arc]:
-    """Arcs for moves (name, source, target): one for all targets of a value, and for all values that go the same way.
-    Short ones lie lowest, as low as nothing is in the way."""
-    targets: dict[tuple[int, str], list[int]] = {}
-    for name, source, target in moves:
-        targets.setdefault((source, name), []).append(target)
-    names: dict[tuple[int, ...], list[str]] = {}
-    for (source, name), ends in targets.items():
-        names.setdefault((source, *sorted(ends)), []).append(name)
+def _arcs(moves: Iterable[tuple[str, str, int, int]]) -> tuple[_Arc, ...]:
+    """Arcs for moves (name, kind, source, target): one for all targets of a value, and for all values of a kind that
+    go the same way. Short ones lie lowest, as low as nothing is in the way."""
+    users: dict[tuple[int, str, str], set[int]] = {}
+    for name, kind, source, target in moves:
+        users.setdefault((source, kind, name), set()).add(target)
+    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (source, kind, name), targets in users.items():
+        names.setdefault((kind, (source, *sorted(targets))), []).append(name)
     arcs: list[_Arc] = []
-    for source, *ends in sorted(names, key=lambda way: (way[-1] - way[0], way)):
+    for kind, way in sorted(names, key=lambda arc: (arc[1][-1] - arc[1][0], arc[1], arc[0])):
+        source, *ends = way
         met = {arc.level for arc in arcs if arc.source < ends[-1] and source < arc.targets[-1]}
         level = next(level for level in range(len(arcs) + 1) if level not in met)
-        arcs.append(_Arc(source, tuple(ends), _some(names[source, *ends], 3), level))
-    return arcs
+        arcs.append(_Arc(source, tuple(ends), _some(names[kind, way], 3), kind, level))
+    return tuple(arcs)
 
 
 def _levels(arcs: Iterable[_Arc]) -> int:
     return max((arc.level + 1 for arc in arcs), default=0)
 
 
-def _cards(
-    program: Program, between: Mapping[tuple[int, int], Sequence[str]], arcs: Sequence[_Arc], top: float
-) -> dict[int, _Card]:
-    """The cards from left to right, the gap after each as wide as the names need that stand there."""
-    n = len(program.stages)
+def _places(
+    program: Program, rows: Sequence[_Row], between: Mapping[tuple[int, int], Sequence[str]]
+) -> tuple[tuple[float, float], ...]:
+    """The place and width of each column, from left to right, the gap after each as wide as the names need that stand
+    there in any row."""
+    places: list[tuple[float, float]] = []
+    x = LEFT
+    for column in range(len(rows[0].indices)):
+        width = gap = 0.0
+        for row in (row for row in rows if column < len(row.indices)):
+            index = row.indices[column]
+            inside = row.first <= index <= row.last
+            width = max(width, _card_width(program, program.stages[index]) if inside else _pill(program, row, index)[1])
+            names = [*_labels(program, between.get((index, index + 1), []))]
+            names += (arc.label for arc in (*row.over, *row.under) if arc.source == index)
+            gap = max([gap, *(text_width(name, 11, mono=True) + 30 for name in names)])
+        places.append((x, width))
+        x += width + (gap or 40.0)
+    return tuple(places)
+
+
+def _cards(program: Program, row: _Row, places: Sequence[tuple[float, float]], y: float) -> dict[int, _Card]:
     lines = max((len(_modules(stage)) for stage in program.stages), default=0)
     lines += any(_recompute(stage) for stage in program.stages)
     height = 78 + LINE * lines
     cards: dict[int, _Card] = {}
-    x = 24.0
-    for index in range(-1, n + 1):
-        width = _card_width(program, program.stages[index]) if 0 <= index < n else PILL
-        cards[index] = _Card(index, x, width, top, height)
-        names = [*_labels(program, between.get((index, index + 1), [])), *(a.label for a in arcs if a.source == index)]
-        x += width + max([text_width(name, 11, mono=True) + 30 for name in names], default=40.0)
+    for index, (x, width) in zip(row.indices, places, strict=False):
+        if row.first <= index <= row.last:
+            cards[index] = _Card(x, width, y, height, f"stage {index}")
+        else:
+            name, width = _pill(program, row, index)
+            cards[index] = _Card(x, width, y + height / 2 - 15, 30, name)
     return cards
+
+
+def _pill(program: Program, row: _Row, index: int) -> tuple[str, float]:
+    """The name and the width of what stands for the caller, or for the stages of the rows before or after."""
+    n = len(program.stages)
+    if index in (-1, n):
+        return "inputs" if index < 0 else "outputs", PILL
+    others = range(row.first) if index < row.first else range(index, n)
+    name = ("stage " if len(others) == 1 else "stages ") + ranges(others)
+    return name, text_width(name, 11.5) + 24
 
 
 def _card_width(program: Program, stage: Stage) -> float:
@@ -128,7 +236,7 @@ def _card(program: Program, stage: Stage, card: _Card) -> Iterator[str]:
     for class_ in ("card", "line-stroke"):
         yield tag("rect", x=card.x, y=card.y, width=card.width, height=card.height, rx=10, class_=class_)
     x, y = card.x + 16, card.y + 26
-    yield words(f"stage {stage.index}", x, y, size=14, font_weight=600)
+    yield words(card.name, x, y, size=14, font_weight=600)
     yield words(joined(stage.devices), card.right - 16, y, "flow", 11.5, text_anchor="end", font_weight=600)
     for line, name in enumerate(_modules(stage)):
         yield words(name, x, y + 22 + LINE * line, "ink mono", 11)
@@ -205,9 +313,9 @@ def _facts(program: Program) -> str:
     return f"{stages} on {devices}, {parameters}{portals}"
 
 
-def _caller(card: _Card, name: str) -> Iterator[str]:
-    yield tag("rect", x=card.x, y=card.middle - 15, width=card.width, height=30, rx=15, class_="line-stroke")
-    yield words(name, card.x + card.width / 2, card.middle + 4, "soft", 11.5, text_anchor="middle")
+def _end(card: _Card) -> Iterator[str]:
+    yield tag("rect", x=card.x, y=card.y, width=card.width, height=card.height, rx=15, class_="line-stroke")
+    yield words(card.name, card.x + card.width / 2, card.middle + 4, "soft", 11.5, text_anchor="middle")
 
 
 def _labels(program: Program, names: Sequence[str]) -> list[str]:
@@ -233,30 +341,25 @@ def _flow(program: Program, source: _Card, target: _Card, names: Sequence[str]) 
     yield words(type_, middle, y + 17, "soft mono", 9.5, text_anchor="middle")
 
 
-def _bow(cards: Mapping[int, _Card], arcs: Sequence[_Arc], arc: _Arc, up: bool) -> Iterator[str]:
+def _bow(row: _Row, cards: Mapping[int, _Card], arcs: Sequence[_Arc], arc: _Arc, up: bool) -> Iterator[str]:
     """An arc over the cards, or under them, with a branch to each target. Of several at a card the longest leaves at
     the left and arrives at the right, so that they do not cross there."""
     source = cards[arc.source]
     leaving = sorted((a for a in arcs if a.source == arc.source), key=lambda a: a.level)
     x1 = source.right - 20 - _pitch(source, leaving) * leaving.index(arc)
-    level, r, back = _level(source, arc, up), 12.0, -1.0 if up else 1.0
-    kind, dash = _kind(cards, arc, up), None if up else "5 4"
+    level, r, back = _level(cards[row.first], arc, up), 12.0, -1.0 if up else 1.0
     begin, bend = _edge(source, up) + back * 3, level - back * r
     path = f"M {x1:.2f} {begin:.2f} V {bend:.2f} Q {x1:.2f} {level:.2f} {x1 + r:.2f} {level:.2f}"
-    for target in (cards[index] for index in arc.targets):
-        arriving = sorted((a for a in arcs if target.index in a.targets), key=lambda a: a.level)
+    for index in arc.targets:
+        target = cards[index]
+        arriving = sorted((a for a in arcs if index in a.targets), key=lambda a: a.level)
         x2 = target.x + 20 + _pitch(target, arriving) * arriving.index(arc)
         end = _edge(target, up)
         path += f" H {x2 - r:.2f} Q {x2:.2f} {level:.2f} {x2:.2f} {bend:.2f} V {end + back * 9:.2f}"
-        path += "" if target.index == arc.targets[-1] else f" M {x2 - r:.2f} {level:.2f}"  # go on from the branch
-        yield arrow_head(x2, end + back * 3, kind, (0, back))
-    yield tag("path", d=path, class_=f"{kind}-stroke", stroke_width=1.8, stroke_dasharray=dash)
-
-
-def _kind(cards: Mapping[int, _Card], arc: _Arc, up: bool) -> str:
-    """The colour of an arc: what comes from the caller, or goes only there, is no portal, but as other inputs."""
-    caller = arc.source == -1 or arc.targets == (max(cards),)
-    return "loan" if not up else "flow" if caller else "arc"
+        path += "" if index == arc.targets[-1] else f" M {x2 - r:.2f} {level:.2f}"  # go on from the branch
+        yield arrow_head(x2, end + back * 3, arc.kind, (0, back))
+    dash = None if up else "5 4"
+    yield tag("path", d=path, class_=f"{arc.kind}-stroke", stroke_width=1.8, stroke_dasharray=dash)
 
 
 def _pitch(card: _Card, arcs: Sequence[_Arc]) -> float:
@@ -264,22 +367,20 @@ def _pitch(card: _Card, arcs: Sequence[_Arc]) -> float:
     return min(12.0, (card.width - 40) / max(len(arcs) - 1, 1))
 
 
-def _name(cards: Mapping[int, _Card], arc: _Arc, up: bool) -> Iterator[str]:
+def _name(row: _Row, cards: Mapping[int, _Card], arc: _Arc, up: bool) -> Iterator[str]:
     """The name of an arc, in the gap after its source, where no arc goes up or down."""
-    source = cards[arc.source]
-    middle, level = (source.right + cards[arc.source + 1].x) / 2, _level(source, arc, up)
+    middle, level = (cards[arc.source].right + cards[arc.source + 1].x) / 2, _level(cards[row.first], arc, up)
     wide = text_width(arc.label, 11, mono=True) + 10
     yield tag("rect", x=middle - wide / 2, y=level - 9, width=wide, height=18, class_="page")
-    yield words(arc.label, middle, level + 4, f"{_kind(cards, arc, up)} mono", 11, text_anchor="middle")
+    yield words(arc.label, middle, level + 4, f"{arc.kind} mono", 11, text_anchor="middle")
 
 
 def _level(card: _Card, arc: _Arc, up: bool) -> float:
-    """The height that an arc runs at."""
+    """The height that an arc runs at, over or under the cards of a row, of which `card` is one."""
     away = 22 + LEVEL * arc.level
     return card.y - away if up else card.y + card.height + away
 
 
 def _edge(card: _Card, up: bool) -> float:
-    """Where an arc touches a card; the caller's pills are lower than cards."""
-    half = 15 if card.width == PILL else card.height / 2
-    return card.middle - half if up else card.middle + half
+    """Where an arc touches a card."""
+    return card.y if up else card.y + card.height

@@ -14,6 +14,8 @@ from math import fsum
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
+WIDE = 1250.0  # rows of cards are made no wider, so that text can be read where a page shows the whole width
+
 # For each kind the shades of the first and of the last micro-batch.
 SHADES = {
     "F": ("#a9d3f5", "#1a67a8"),

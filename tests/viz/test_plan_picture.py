@@ -36,3 +36,18 @@ def test_cards_do_not_overlap() -> None:
     edges = [(float(r.attrib["x"]), float(r.attrib["x"]) + float(r.attrib["width"])) for r in rects]
     assert len(edges) == 3
     assert all(right < left for (_, right), (left, _) in pairwise(edges))
+
+
+def test_many_stages_stand_in_rows() -> None:
+    """Each arrow but the first of a row has a card before it."""
+    stages = tuple(StagePlan((f"op{i}",), f"cuda:{i}", "never") for i in range(16))
+    picture = ET.fromstring(draw(Plan("net", stages, 8)))
+    assert float(picture.attrib["width"]) <= 1250
+    rects = [r for r in picture.iter(f"{SVG}rect") if r.get("class") == "card"]
+    rows = [float(r.attrib["y"]) for r in rects]
+    assert rows == sorted(rows)
+    assert len(set(rows)) == 3
+    assert max(rows) + 112 < float(picture.attrib["height"])
+    heads = [node.attrib["points"] for node in picture.iter(f"{SVG}polygon")]
+    assert len(heads) == 15 + 2
+    assert all(float(points.partition(",")[0]) < float(picture.attrib["width"]) for points in heads)

@@ -116,3 +116,49 @@ def test_one_stage() -> None:
     moves = (Move("image", -1, 0), Move("x", 0, 1))
     program = Program(PROGRAM.graph, STAGES[:1], moves, (), VALUES)
     assert "1 stage on 1 device, 36 parameters" in texts(draw(program))
+
+
+def chain(n: int, *moves: Move, loans: tuple[Loan, ...] = ()) -> ET.Element:
+    """The picture of n stages, each of which gives `h` to the next."""
+    stages = tuple(Stage(i, f"cuda:{i}", (op(f"o{i}", f"layers.{i}"),), (), (), ()) for i in range(n))
+    between = (Move("image", -1, 0), *(Move("h", i, i + 1) for i in range(n - 1)), Move("y", n - 1, n))
+    return ET.fromstring(draw(Program(PROGRAM.graph, stages, (*between, *moves), loans, PROGRAM.types)))
+
+
+def rows_of(picture: ET.Element) -> list[float]:
+    """The tops of the cards."""
+    return [float(r.attrib["y"]) for r in picture.iter(f"{SVG}rect") if r.get("class") == "card"]
+
+
+def test_many_stages_stand_in_rows() -> None:
+    for n, rows in ((2, 1), (4, 1), (8, 2), (9, 3), (16, 4), (32, 8)):
+        picture = chain(n)
+        assert float(picture.attrib["width"]) < 1600, n
+        tops = rows_of(picture)
+        assert (len(tops), len(set(tops))) == (n, rows)
+        assert tops == sorted(tops)
+
+
+def test_pills_stand_for_the_other_rows() -> None:
+    said = texts(ET.tostring(chain(9), encoding="unicode"))
+    pills = [text for text in said if text.startswith("stages ") or text in ("inputs", "outputs")]
+    assert pills == ["inputs", "stages 3-8", "stages 0-2", "stages 6-8", "stages 0-5", "outputs"]
+    assert said.count("h") == 8 + 2  # what goes from row to row is named in both
+    assert [text for text in texts(ET.tostring(chain(5), encoding="unicode")) if "-4" in text] == ["stages 3-4"]
+
+
+def test_what_goes_from_row_to_row() -> None:
+    """Begins at its stage, passes over the rows between, arrives at its stage, and is named in each; values that pass a
+    row together are one arc, but not those with another colour."""
+    moves = (Move("skip", 1, 14), Move("x", 2, 13), Move("mask", -1, 13))
+    picture = chain(16, *moves, loans=(Loan("down", 0, 15),))
+    said = texts(ET.tostring(picture, encoding="unicode"))
+    assert [said.count(name) for name in ("skip", "x", "skip, x", "mask", "down.weight")] == [2, 2, 2, 4, 4]
+    arcs = [path.attrib["class"] for path in picture.iter(f"{SVG}path")]
+    assert [arcs.count(f"{kind}-stroke") for kind in ("arc", "flow", "loan")] == [2 + 1 + 1 + 2, 4, 4]
+    height = float(picture.attrib["height"])
+    levels = [float(re.search(r"Q \S+ (\S+)", path.attrib["d"])[1]) for path in picture.iter(f"{SVG}path")]  # type: ignore[index]
+    assert all(0 < level < height for level in levels)
+    tops = rows_of(picture)
+    for top in set(tops):  # no arc lies on a card
+        assert not [level for level in levels if top - 10 < level < top + 100]

@@ -29,7 +29,6 @@ from .pipe_picture import given
 from .strategy_table import table as operator_cuts
 
 UNTIMED = "No step was timed: pipe.step(..., timeline=True) before pipe.report(...) adds what was measured."
-FEW = 8  # as many stages as a picture still shows well that is made to fit the page
 MEMORY_COLORS = dict(zip(KINDS, "FBWA", strict=True))
 TIME_COLORS = dict(zip(map(shown_part, PARTS), "FRBITAW", strict=True))
 
@@ -87,7 +86,7 @@ def _stages(pipe: Any, made: Build) -> str:
         )
         for stage in program.stages
     )
-    stages = picture(program_picture.draw(program), "stages", "fit" if len(program.stages) <= FEW else "one")
+    stages = picture(program_picture.draw(program), "stages", "fit")
     return stages + table(*cost_table(made)) + lines(notes) + cuts + ops
 
 
