@@ -160,6 +160,7 @@ class Pipe(DropInModule):
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             made, kind = self._state.kinds.agree(graph, inputs)
+            self._state.cache.runs(made, graph, inputs)
             live = self._state.kinds.live(made)
             found, timeline = self._state.processes.take(live, inputs, self.options.chunks, step, kind)
             if timeline is not None:
@@ -291,10 +292,9 @@ class Pipe(DropInModule):
     def build(self) -> Build:
         """All that was made for the kind of call that was compiled or run last: `.graph`, `.profile`, `.program` ..."""
         self.check_open()
-        last = self._state.cache.last
-        if last is None:
+        if self._state.cache.last is None:
             raise FxpipeError("nothing is compiled yet: call the pipe once, or pass example_inputs to fxpipe.compile")
-        return last
+        return self._state.cache.last
 
     @property
     def scheduler(self) -> Scheduler:
@@ -313,14 +313,14 @@ class Pipe(DropInModule):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of each device's actions. Prints as a grid."""
-        return self.build.schedule
+        """The order of each device's actions, in the last call that ran: a batch of fewer samples than `chunks` has
+        fewer micro-batches. Prints as a grid."""
+        return self._state.cache.schedule(self.build)
 
     @property
     def timeline(self) -> Timeline:
         """When each action of the last `step(..., timeline=True)` ran; FxpipeError if there was none. Prints as a
-        table. `fxpipe.viz.text_timeline.bars` makes bars for a terminal of it, `chrome_trace.trace` a file for
-        Perfetto."""
+        table. `fxpipe.viz.text_timeline.bars` makes bars for a terminal, `chrome_trace.trace` a file for Perfetto."""
         return self._timed().timeline
 
     @property

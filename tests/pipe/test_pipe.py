@@ -170,6 +170,20 @@ def test_batches_of_any_size(pipe: fxpipe.Pipe, model: nn.Module) -> None:
         close(pipe(x), model(x))
 
 
+def test_the_schedule_is_that_of_the_last_batch(pipe: fxpipe.Pipe) -> None:
+    """A batch of fewer samples than micro-batches has fewer of them. What is only prepared has not run."""
+    chunks = pipe.options.chunks
+    for size in (chunks - 1, 2 * chunks, 1):
+        pipe(torch.randn(size, 8, dtype=torch.float64))
+        ran = {action.micro_batch for row in pipe.schedule.devices for action in row}
+        assert ran == set(range(min(size, chunks)))
+    assert str(pipe.schedule).startswith("gpipe: 3 stages, 1 micro-batch\n")
+    assert pipe.plan.chunks == chunks
+    pipe.eval()
+    pipe.prepare(torch.randn(1, 8, dtype=torch.float64))
+    assert pipe.schedule.chunks == chunks
+
+
 def test_autocast(model: nn.Module) -> None:
     model = model.float()
     pipe = fxpipe.compile(model, devices=2, chunks=2)

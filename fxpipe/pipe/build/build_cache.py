@@ -28,6 +28,8 @@ from fxpipe.ir.graph.value_types import BATCH
 from fxpipe.ir.plan.plan import with_modes
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
@@ -61,6 +63,7 @@ class BuildCache:
     - `call_capture`, `step_capture`: capture calls and steps.
     - `builds`, `lives`: the builds, and the packages that run them, the last used last; of those only some are kept.
     - `last`: the build of the last call that was compiled or run.
+    - `ran`: the build of the last call that was run, and how many micro-batches its batch had.
     - `home`: what the first build decides for all others; `owners`: the device that owns each parameter and buffer,
       by all of its paths.
     - `make`, `bind`: functions that make a build from a graph, and a scheduler from a package.
@@ -100,6 +103,7 @@ class BuildCache:
         self.builds: dict[tuple[Any, ...], Build] = {}
         self.lives: dict[tuple[Any, ...], RunningPackage] = {}
         self.last: Build | None = None
+        self.ran: tuple[Build | None, int] = None, 0
         self.home: Placement | None = None
         self.owners: dict[str, str] = {}
         self.folder = Folder()
@@ -157,6 +161,15 @@ class BuildCache:
         if not self._told_statistics and (made.batch_norms or batch_statistics.written_buffers(graph)):
             self._tell_statistics(made, batch_size(graph, inputs))
         return made
+
+    def runs(self, made: Build, graph: Graph, inputs: Sequence[Any]) -> None:
+        """Note that a build runs on these inputs."""
+        self.ran = made, len(split_sizes(batch_size(graph, inputs), self.options.chunks))
+
+    def schedule(self, made: Build) -> Schedule:
+        """The schedule of a build, with as many micro-batches as the last call had, if it ran this build."""
+        ran, count = self.ran
+        return only(made.schedule, count) if ran is made and count < made.plan.chunks else made.schedule
 
     def _assign_owners(self, graph: Graph, made: Build) -> None:
         """Note which device owns what, from now on. The first build decides for all tensors of the model, unless an
