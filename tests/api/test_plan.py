@@ -220,7 +220,8 @@ def test_explain(hybrid: fxpipe.Planned) -> None:
     assert re.search(r"stage \d sets the pace: computing takes", text)
     for line in ("optimal", "data parallel DP", "straight", "dapple", "one more device", "twice the bandwidth"):
         assert re.search(rf"^  {line}", text, re.MULTILINE), text
-    assert "proven optimal" in text
+    assert text.count("proven optimal") == text.count("no plan takes less") == 1
+    assert re.search(r"^  optimal .* plans simulated, ", text, re.MULTILINE)
     assert "6 layers: they cannot be cut into 16 stages" in text
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from math import fsum
 from pathlib import Path
 
 from tabulate import tabulate
@@ -10,13 +12,13 @@ from tabulate import tabulate
 from fxpipe.ir.graph.graph import Graph, Origin, called
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, nbytes
-from fxpipe.ir.plan.plan import Plan
-from fxpipe.ir.plan.profile import total
+from fxpipe.ir.plan.plan import without_replicas
 from fxpipe.ir.program.kept_bytes import size
 from fxpipe.ir.program.program import Loan
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.results.strategy_table import table
+from fxpipe.schedules.simulate.action_costs import stage_costs
 
 from . import batch_statistics
 from .build import Build
@@ -35,7 +37,7 @@ def explain(build: Build, backend: Backend | None = None) -> str:
     align = (*columns, *["right"] * 7, "left")
     about = [table(build.cuts), ""] if build.cuts else []
     about.append(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
-    return "\n".join([summary(build, backend), "", *about, *special_lines(build), *replica_lines(build.plan)])
+    return "\n".join([summary(build, backend), "", *about, *special_lines(build), *replica_lines(build)])
 
 
 def summary(build: Build, backend: Backend | None = None) -> str:
@@ -82,19 +84,25 @@ def device_row(build: Build, device: str) -> tuple[str, ...]:
 
 
 def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
-    """Ops, parameters, forward time, backward time and bytes kept, of these stages together."""
+    """Ops, parameters, forward time, backward time and bytes kept, of these stages together. Replicas of a stage share
+    micro-batches: then these are the times of the slowest one, and the bytes of the one with the most samples, as in
+    the simulated step."""
     planned = [build.plan.stages[index] for index in stages]
-    cost = total([build.profile.on(stage.device)[op] for stage in planned for op in stage.ops])
-    kept = [build.kept[index] if build.kept else None for index in stages]
+    runs = replace(build.plan, stages=tuple(planned))
+    costs = stage_costs(
+        runs if build.graph.loss is not None else without_replicas(runs),
+        build.profile,
+        kept=[build.kept[index] for index in stages] if build.kept else (),
+    )
     own = [build.program.stages[index] for index in stages]
     owned = [build.program.state(name) for stage in own for name in stage.states]
     parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
     return (
         str(sum(len(stage.ops) for stage in planned)),
         f"{sum(type.numel({}) for type in parameters):,}",
-        show_seconds(cost.forward),
-        show_seconds(cost.backward),
-        show_bytes(cost.saved if any(one is None for one in kept) else sum(size(one.saved) for one in kept if one)),
+        show_seconds(fsum(cost.forward for cost in costs)),
+        show_seconds(fsum(cost.backward for cost in costs)),
+        show_bytes(sum(cost.saved for cost in costs)),
     )
 
 
@@ -188,14 +196,16 @@ def backward_lines(build: Build) -> list[str]:
     return [*([head] if coded else []), *others]
 
 
-def replica_lines(plan: Plan) -> list[str]:
-    """Which stages have replicas, one line each."""
+def replica_lines(build: Build) -> list[str]:
+    """Which stages have replicas, one line each, and which of them the times are of."""
     lines = [
         f"replicas: of stage {index} on {', '.join(stage.devices)}; in steps each has a slice of every micro-batch, "
         f"calls run on {stage.device}"
-        for index, stage in enumerate(plan.stages)
+        for index, stage in enumerate(build.plan.stages)
         if stage.replicas
     ]
+    if lines and build.graph.loss is not None:
+        lines.append("with replicas, forward and backward are those of the slowest slice, keeps of the largest")
     return ["", *lines] if lines else []
 
 

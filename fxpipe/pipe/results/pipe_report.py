@@ -78,7 +78,7 @@ def _model(made: Build) -> str:
 
 def _stages(pipe: Any, made: Build) -> str:
     program = made.program
-    notes = [line for line in (*special_lines(made), *replica_lines(made.plan)) if line]
+    notes = [line for line in (*special_lines(made), *replica_lines(made)) if line]
     cuts = folded("how operators are cut", listing(operator_cuts(made.cuts))) if made.cuts else ""
     ops = "\n".join(
         folded(

@@ -1,7 +1,7 @@
 """Why this plan: the time of a step with other plans, and on other hardware.
 
 why
-  optimal        1.72 s            proven optimal: no plan takes less
+  optimal        1.72 s            412 plans simulated, 12 branches, 2.1 s
   data parallel  5.87 s   +241%
   straight       3.20 s   + 86%
 what if
@@ -107,8 +107,9 @@ def _pace(line: Timeline, stages: int) -> str:
 
 
 def _own(planner: str, chosen: Answer) -> Row:
-    proof = "" if chosen.certificate is None else str(chosen.certificate)
-    return f"{planner} {shape(chosen.plan.stages)}", show_seconds(chosen.seconds), "", proof
+    """The plan itself; what is proven of it stands above."""
+    effort = "" if chosen.certificate is None else chosen.certificate.effort
+    return f"{planner} {shape(chosen.plan.stages)}", show_seconds(chosen.seconds), "", effort
 
 
 def _rival(name: str, request: Request, chosen: Answer, note: str = "") -> Row:

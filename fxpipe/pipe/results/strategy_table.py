@@ -4,6 +4,7 @@ operator  kind    S  A         P  devices
 conv1     conv2d  2  height/2     0-3
 fc6       linear               4  0-3
 fc7       linear                  2
+S, A, P: parts along dimensions of ...
 
 Where regions have several holders, another column says which and how many: `summed/4` or `copies/2`. Where operators
 are recomputed, another says which.
@@ -17,6 +18,8 @@ from tabulate import tabulate
 
 from fxpipe.ir.operators.operators import Operator
 from fxpipe.ir.operators.strategy import Config, shared
+
+LEGEND = "S, A, P: parts along dimensions of samples, of attributes (height, length) and of parameters (channels)"
 
 
 def table(cuts: Iterable[tuple[Operator, Config]], recomputed: Container[str] = ()) -> str:
@@ -43,7 +46,7 @@ def table(cuts: Iterable[tuple[Operator, Config]], recomputed: Container[str] = 
     columns = (*(["holders"] if several else ()), "devices", *(["recomputed"] if some else ()))
     headers = ("operator", "kind", "S", "A", "P", *columns)
     lines = tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*(line.rstrip() for line in lines), LEGEND])
 
 
 def _cut(operator: Operator, config: Config, role: str) -> str:

@@ -228,9 +228,14 @@ class Certificate:
             )
         return f"{known}: no plan takes less than {show_seconds(self.bound)}"
 
+    @property
+    def effort(self) -> str:
+        """What the search took."""
+        made = f"{count(self.simulated, 'plan', 'plans')} simulated, {count(self.branches, 'branch', 'branches')}"
+        return f"{made}, {show_seconds(self.seconds)}"
+
     def __str__(self) -> str:
-        effort = f"{count(self.simulated, 'plan', 'plans')} simulated, {count(self.branches, 'branch', 'branches')}"
-        return f"{self.proof} ({effort}, {show_seconds(self.seconds)})"
+        return f"{self.proof} ({self.effort})"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.ir import timeline
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.program import device_programs
+from fxpipe.ir.units import show_seconds
+from fxpipe.pipe.build.build_report import cost_table
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.runtime.random import new_seed, replica_seed
 from tests.helpers.transparency import Seeded
@@ -173,6 +175,21 @@ def test_a_call_runs_on_the_first_replicas(compile: Compile) -> None:
     assert_equal(grads(twin), grads(model))
     assert "of stage 0 on cpu:0, cpu:1; in steps each has a slice of every micro-batch" in pipe.explain()
     assert pipe.build.timeline.devices == ("cpu:0", "cpu:2")
+
+
+def test_the_table_has_the_times_of_a_replica(compile: Compile) -> None:
+    """Those that the step is simulated with; in a call the first replica has whole micro-batches."""
+    pipe = compile(chain(), (2, 1))
+    shown = []
+    for run in (lambda: pipe(X), lambda: pipe.step(X, loss_fn=torch.sum)):
+        run()
+        shown.append([row[4] for row in cost_table(pipe.build)[1]])
+        spans = [span for span in pipe.build.timeline.spans if (span.kind, span.micro_batch) == ("F", 0)]
+        times = {span.stage: show_seconds(span.end - span.start) for span in spans}
+        assert shown[-1] == [times[0], times[1]]
+        assert ("of the slowest slice" in pipe.explain()) == (pipe.build.graph.loss is not None)
+    (whole, _), (part, _) = shown
+    assert whole != part
 
 
 def test_freezing_and_new_values_take_effect_at_once(compile: Compile) -> None:

@@ -15,7 +15,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.ir.operators.strategy import Config
 from fxpipe.pipe.results.searched import Searched, load, parse
-from fxpipe.pipe.results.strategy_table import table
+from fxpipe.pipe.results.strategy_table import LEGEND, table
 from fxpipe.planning.operators.expert_strategies import data_parallel, krizhevsky
 from fxpipe.planning.operators.models.convolutional_networks import alexnet
 from fxpipe.planning.operators.models.recurrent_networks import rnnlm
@@ -101,6 +101,7 @@ def test_steps_that_are_cut_alike_are_one_row() -> None:
         "lstm1.0 and 1 more    lstm               4              0-3",
         "lstm1.1               lstm               2         2    0 0 3 1",
         "softmax.0 and 2 more  projected_softmax  4              0-3",
+        LEGEND,
     ]
 
 
