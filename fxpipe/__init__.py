@@ -42,27 +42,8 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.api.compile import compile, load
-from fxpipe.api.plan import plan
-from fxpipe.api.profile import profile
-from fxpipe.api.search import search
-from fxpipe.ir.cluster.cluster import Cluster, Device, Link, Switch
-from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
-from fxpipe.ir.plan.layer_chain import Chain, Layer
-from fxpipe.ir.plan.plan import Plan
-from fxpipe.ir.plan.profile import Profile
-from fxpipe.ir.sample_lists import rows
-from fxpipe.ir.schedule.schedule import Schedule
-from fxpipe.ir.timeline import Timeline
-from fxpipe.pipe.build.local_cluster import detect
-from fxpipe.pipe.materialize import materialize
-from fxpipe.pipe.pipe import Pipe
-from fxpipe.pipe.results.planned import Planned
-from fxpipe.pipe.results.searched import Searched
-from fxpipe.pipe.verify.environment import own_version
-from fxpipe.runtime.autograd.is_recomputing import is_recomputing
+from fxpipe.pipe.verify.versions import version_of
 
-from .api import backend
 from .errors import (
     BatchStatisticsWarning,
     CaptureError,
@@ -80,10 +61,11 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from fxpipe.api.public_names import *
     from fxpipe.training.checkpoint import async_save_checkpoint, last_checkpoint, load_checkpoint, save_checkpoint
     from fxpipe.training.gradients import GradScaler, clip_grad_norm_
 
-__version__ = own_version()
+__version__ = version_of("fxpipe")
 
 __all__ = [
     "BatchStatisticsWarning",
@@ -139,9 +121,15 @@ LATE = dict.fromkeys(("GradScaler", "clip_grad_norm_"), "fxpipe.training.gradien
 
 
 def __getattr__(name: str) -> Any:
-    if name not in LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(LATE[name]), name)
+    """All other public names, and with them the subpackages, at the first use of one."""
+    if name in LATE:
+        return getattr(import_module(LATE[name]), name)
+    if not name.startswith("__"):
+        public = import_module("fxpipe.api.public_names")
+        globals().update((known, value) for known, value in vars(public).items() if known in __all__)
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

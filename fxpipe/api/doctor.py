@@ -33,6 +33,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.build.local_cluster import least_seconds
 from fxpipe.pipe.verify import environment
+from fxpipe.pipe.verify import versions as installed
 from fxpipe.runtime.accelerator import present
 from fxpipe.torch_internals.capability import LOWEST, TESTED, capabilities
 
@@ -108,10 +109,10 @@ def versions() -> Finding:
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     todo = f"fxpipe has been tested with torch {TESTED}: "
     if own < LOWEST:
-        return Finding(BROKEN, "versions", environment.versions(), f"{todo}install one of them")
+        return Finding(BROKEN, "versions", installed.versions(), f"{todo}install one of them")
     if is_untested():
-        return Finding(NONE, "versions", environment.versions(), f"{todo}try this one with `fxpipe doctor --run`")
-    return Finding(OK, "versions", environment.versions())
+        return Finding(NONE, "versions", installed.versions(), f"{todo}try this one with `fxpipe doctor --run`")
+    return Finding(OK, "versions", installed.versions())
 
 
 def torch_internals() -> Finding:

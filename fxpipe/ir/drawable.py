@@ -7,8 +7,11 @@ them is drawn. Types of the rooms above override `Drawable._picture`.
 from __future__ import annotations
 
 from functools import singledispatch
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
+
+PICTURES = "fxpipe.viz.pictures"  # imported with the first picture
 
 
 class Picture(Protocol):
@@ -41,4 +44,5 @@ class Drawable:
         return self._picture().svg()
 
     def _picture(self) -> Picture:
+        import_module(PICTURES)
         return picture(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fxpipe.errors import FxpipeError
 
@@ -13,13 +12,15 @@ SHELLS = ("bash", "zsh", "tcsh")
 FILES = ("model", "cluster", "plan")  # arguments that may name files, though their type is another
 
 
-def add(commands: Any, top: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("completion", help="print what makes a shell complete fxpipe's commands and options")
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", choices=SHELLS, help=", ".join(SHELLS))
-    command.set_defaults(run=lambda options: run(top, options.shell))
+    command.set_defaults(run=run)
 
 
-def run(top: argparse.ArgumentParser, shell: str) -> None:
+def run(options: argparse.Namespace) -> None:
+    from .main import COMMANDS, parser  # late: it imports this file
+
+    top = parser(*COMMANDS)
     try:
         import shtab
     except ImportError:
@@ -27,7 +28,7 @@ def run(top: argparse.ArgumentParser, shell: str) -> None:
     for action in _actions(top):
         if action.type is Path or action.dest in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(top, shell))
+    print(shtab.complete(top, options.shell))
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

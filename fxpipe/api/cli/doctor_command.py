@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from fxpipe.api import doctor
 from fxpipe.pipe.progress import working
 
 
-def add(commands: Any) -> None:
-    command = commands.add_parser("doctor", help="what of this machine matters, what is slow and what to do about it")
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--run", dest="verify", action="store_true", help="verify a small model on every device and backend there is"
     )

@@ -9,28 +9,32 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from importlib import import_module
 
-from fxpipe.api.compile import compile
-from fxpipe.pipe.options.compile_table import COMPILE, GROUPS
-from fxpipe.pipe.verify.environment import versions
+from fxpipe.pipe.verify.versions import versions
 
-from . import completion_command as cli_completion
-from . import doctor_command as cli_doctor
-from . import plan_commands as cli_plans
-from . import search_command as cli_search
-from .model_argument import add_model, make_model
-from .option_arguments import FAILED, NOT_SHOWN, Parser, add_options, given, refuse_unknown, told
+from .command_parser import FAILED, Parser, refuse_unknown
 
-DEFAULTS: dict[str, Any] = {"devices": 4, "chunks": 8}
+# For each command its line of help, and the function that adds its arguments, in a file of this folder. The file is
+# imported if the command is used: most of them import torch, which takes seconds.
+COMMANDS = {
+    "demo": ("train a U-Net and a transformer as pipelines, beside the plain models", "model_commands.add_demo"),
+    "show": ("plan and generated code of any model", "model_commands.add_show"),
+    "plan": ("the fastest plan of a model for a cluster", "plan_commands.add_plan"),
+    "simulate": ("the step of a plan, as simulated", "plan_commands.add_simulate"),
+    "compare": ("plans beside each other, as simulated", "plan_commands.add_compare"),
+    "search": ("how to cut and place each operator of a model", "search_command.add"),
+    "doctor": ("what of this machine matters, what is slow and what to do about it", "doctor_command.add"),
+    "completion": ("print what makes a shell complete fxpipe's commands and options", "completion_command.add"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Errors are one line, without a traceback, unless `--traceback` is given. Returns the exit
     status."""
     try:
-        options, unknown = parser().parse_known_args(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        options, unknown = parser(*given[:1]).parse_known_args(given)
         refuse_unknown(options.parser, unknown)
     except SystemExit as done:  # as argparse ends
         return int(done.code or 0)
@@ -42,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FAILED
         if options.traceback:
             raise
+        from .option_arguments import told
+
         print(f"fxpipe: {told(error)}", file=sys.stderr)
         return FAILED
     return int(status or 0)
@@ -57,55 +63,16 @@ def _nobody_reads() -> bool:
     return True
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(*names: str) -> argparse.ArgumentParser:
+    """The parser of all commands; those of `names` have their arguments, which others do without."""
     top = Parser(prog="fxpipe", description=(__doc__ or "").strip())
     top.add_argument("--version", action="version", version=versions())
     commands = top.add_subparsers(required=True, metavar="command", dest="command")
-    demo = commands.add_parser("demo", help="train a U-Net and a transformer as pipelines, beside the plain models")
-    demo.add_argument("--steps", type=int, default=60, help="training steps for each model")
-    demo.add_argument("--out", type=Path, default=Path("fxpipe-demo"), help="folder for generated files and pictures")
-    add_options(demo, COMPILE, "devices", "chunks", "schedule", defaults=DEFAULTS)
-    demo.set_defaults(run=run_demo)
-    show = commands.add_parser(
-        "show", help="plan and generated code of any model", usage="fxpipe show [options] model [inputs ...]"
-    )
-    add_model(show)
-    for name, group in GROUPS.items():
-        names = [option.name for option in group.options]
-        hidden = ", ".join(name for name in names if name in NOT_SHOWN)
-        about = group.about + (f"; only in Python: {hidden}" if hidden else "")
-        shown = (name for name in names if name not in NOT_SHOWN)
-        add_options(show.add_argument_group(name, about), COMPILE, *shown, defaults=DEFAULTS)
-    show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
-    show.set_defaults(run=run_show)
-    cli_plans.add(commands)
-    cli_search.add(commands)
-    cli_doctor.add(commands)
-    cli_completion.add(commands, top)
-    for command in commands.choices.values():
+    for name, (about, place) in COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name in names:
+            file, _, function = place.partition(".")
+            getattr(import_module(f"fxpipe.api.cli.{file}"), function)(command)
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         command.set_defaults(parser=command)
     return top
-
-
-def run_demo(options: argparse.Namespace) -> None:
-    from fxpipe.demo.run import demo
-
-    asked = DEFAULTS | given(options, COMPILE)
-    demo(asked["devices"], asked["chunks"], options.steps, options.out, asked.get("schedule"))
-
-
-def run_show(options: argparse.Namespace) -> None:
-    model, inputs = make_model(options.model, options.inputs)
-    asked = given(options, COMPILE)
-    if "plan" not in asked:  # a plan has the number of devices and chunks
-        asked = DEFAULTS | asked
-    pipe = compile(model, example_inputs=inputs, **asked)
-    print(pipe.explain())
-    if options.save:
-        pipe.save(options.save, overwrite=True)
-        print(f"\nthe package: {options.save}")
-    else:
-        for name, text in pipe.files.items():
-            print(f"\n----- {name} " + "-" * (100 - len(name)) + f"\n{text}")
-    pipe.close()

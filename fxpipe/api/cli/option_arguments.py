@@ -1,4 +1,4 @@
-"""The options of the public functions as command-line options, and command-line errors in one line."""
+"""The options of the public functions as command-line options, and their errors in one line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import ast
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, PlanError, did_you_mean
+from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import Option, as_text, either, words_text
 from fxpipe.pipe.options.option_table import PLAN, SEARCH
@@ -24,26 +23,7 @@ NOT_SHOWN = ("example_inputs", "group", "timeout", "check_inputs", "transforms",
 OPTIONS = {
     name: one for name, one in (SEARCH | PLAN | COMPILE).items() if name not in (*NOT_SHOWN, "batch_size", "progress")
 }
-FAILED = 2  # the exit status of a command that did not work
 PACKAGES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but an unknown option is told before one that is missing, as it may be meant."""
-        if self._subparsers is None and args is not None:
-            known = tuple(self._option_string_actions)
-            flags = [text.partition("=")[0] for text in takewhile("--".__ne__, args) if text.startswith("--")]
-            # argparse also takes the beginning of a name
-            refuse_unknown(self, [flag for flag in flags if not any(name.startswith(flag) for name in known)])
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
-        self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def add_options(
@@ -108,14 +88,6 @@ def reader(option: Option) -> Callable[[str], Any]:
 def given(parsed: argparse.Namespace, options: Mapping[str, Option]) -> dict[str, Any]:
     """The options that were written, by name, without the cluster, which `read_cluster` reads (it may be a file)."""
     return {name: value for name, value in vars(parsed).items() if name in options and name != "cluster"}
-
-
-def refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Exit with an error at the first unknown argument; for an option, the error names the most similar one."""
-    for text in unknown:
-        known = [flag for flag in command._option_string_actions if flag.startswith("--")]
-        near = did_you_mean(text.partition("=")[0], known) if text.startswith("-") else ""
-        command.error(f"there is no {'option' if text.startswith('-') else 'argument'} {text!r} here{near}")
 
 
 def by_flags(message: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fxpipe.api.plan import plan
 from fxpipe.api.profile import profile
@@ -26,9 +25,7 @@ from .option_arguments import add_batch, add_options, given
 DRAWN = f"a file that ends with {', '.join(FORMATS)}"
 
 
-def add(commands: Any) -> None:
-    """The three commands, among those of `fxpipe`."""
-    make = commands.add_parser("plan", help="the fastest plan of a model for a cluster")
+def add_plan(make: argparse.ArgumentParser) -> None:
     add_cluster(make)
     add_batch(make, PLAN, required=True)
     make.add_argument("--out", type=Path, help="write the plan to this JSON file")
@@ -39,7 +36,8 @@ def add(commands: Any) -> None:
     make.add_argument("--explain", action="store_true", help="also other plans, and what more hardware would be worth")
     make.set_defaults(run=run_plan)
 
-    show = commands.add_parser("simulate", help="the step of a plan, as simulated")
+
+def add_simulate(show: argparse.ArgumentParser) -> None:
     show.add_argument("plan", type=Path, help="the file that `fxpipe plan` wrote")
     show.add_argument("--schedule", help="the order of another schedule: a name, or a grid")
     show.add_argument("--draw", type=Path, help=f"draw the timeline: {DRAWN}")
@@ -47,7 +45,8 @@ def add(commands: Any) -> None:
     show.add_argument("--width", type=int, default=80, help="characters for the step")
     show.set_defaults(run=run_simulate)
 
-    several = commands.add_parser("compare", help="plans beside each other, as simulated")
+
+def add_compare(several: argparse.ArgumentParser) -> None:
     several.add_argument("plans", nargs="+", type=Path, help="files that `fxpipe plan` wrote")
     several.add_argument("--draw", type=Path, help=f"draw the timelines: {DRAWN}")
     several.set_defaults(run=run_compare)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fxpipe.api.hardware_alternatives import explain
 from fxpipe.api.search import search
@@ -19,9 +18,7 @@ from .plan_commands import DRAWN, draw, write
 BUDGET = 60  # seconds, if not given
 
 
-def add(commands: Any) -> None:
-    """The command, among those of `fxpipe`."""
-    find = commands.add_parser("search", help="how to cut and place each operator of a model")
+def add(find: argparse.ArgumentParser) -> None:
     add_cluster(find)
     add_batch(find, SEARCH)
     add_options(find, SEARCH, *(name for name in SEARCH if name not in ("cluster", "batch_size", "progress")))

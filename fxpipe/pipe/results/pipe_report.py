@@ -16,7 +16,7 @@ from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.build.build import Build
 from fxpipe.pipe.build.build_report import cost_table, replica_lines, special_lines, summary
 from fxpipe.pipe.options.option_forms import shown
-from fxpipe.pipe.verify.environment import versions
+from fxpipe.pipe.verify.versions import versions
 from fxpipe.schedules.diagnosis.time_split import PARTS
 from fxpipe.viz import program_picture, timeline_picture
 from fxpipe.viz.report_page import bars, beside, folded, lines, listing, page, paragraph, picture, table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -18,17 +17,7 @@ from fxpipe.pipe.build.local_cluster import cores, cpu_memory
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.runtime.accelerator import present, properties
 
-
-def versions() -> str:
-    """The versions of fxpipe, torch and Python."""
-    return f"fxpipe {own_version()}, torch {torch.__version__}, Python {platform.python_version()}"
-
-
-def own_version() -> str:
-    try:
-        return version("fxpipe")
-    except PackageNotFoundError:
-        return "not installed"
+from .versions import versions
 
 
 def cpu() -> str:

@@ -6,15 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from fxpipe.api.cli.main import main, parser
+from fxpipe.api.cli.main import COMMANDS, main, parser
 from fxpipe.pipe import progress
 from fxpipe.pipe.options.compile_table import COMPILE
-from fxpipe.pipe.verify import environment
+from fxpipe.pipe.verify import versions
 
 MODEL = """
 import torch
@@ -54,7 +54,7 @@ def test_options_are_read_as_in_python(file: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "Sequential: 3 stages, 4 micro-batches" in out
     assert [out.count(f"stage{stage}.py") > 0 for stage in range(4)] == [True, True, True, False]
-    parsed = parser().parse_args(["show", file, "--compile-stages", "--reduce", "loss=mean", "--offload", "1"])
+    parsed = parser("show").parse_args(["show", file, "--compile-stages", "--reduce", "loss=mean", "--offload", "1"])
     assert (parsed.compile_stages, parsed.reduce, parsed.offload) == (True, {"loss": "mean"}, {1})
 
 
@@ -128,8 +128,36 @@ def test_from_a_folder_that_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(name: str) -> str:
-        raise PackageNotFoundError(name)
+        if name == "fxpipe":
+            raise PackageNotFoundError(name)
+        return version(name)
 
-    monkeypatch.setattr(environment, "version", unknown)
+    monkeypatch.setattr(versions, "version", unknown)
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("fxpipe not installed, torch ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("--version",), (), ("shw",), ("shw", "--help"), ("completion", "-h")]
+)
+def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...]) -> None:
+    script = f"""
+import sys
+from fxpipe.api.cli.main import main
+status = main({arguments})
+print("torch" in sys.modules, status)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
+    asked = any(word.startswith("-") for word in arguments) and "shw" not in arguments
+    assert found.stdout.splitlines()[-1] == f"False {0 if asked else 2}", found.stdout + found.stderr
+
+
+def test_every_command_has_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    top = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"\n    {name}" in top
+        assert run(name, "--help") == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: fxpipe {name} ")
+        assert set(re.findall(r"^  ([a-z{-]\S*)", shown, re.MULTILINE)) > {"-h,", "--traceback"}

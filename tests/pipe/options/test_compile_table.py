@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fxpipe
-from fxpipe.api.cli.main import DEFAULTS, main
+from fxpipe.api.cli.main import main
+from fxpipe.api.cli.model_commands import DEFAULTS
 from fxpipe.api.cli.option_arguments import NOT_SHOWN
 from fxpipe.pipe.options.compile_table import COMPILE, GROUPS
 
