@@ -1,5 +1,14 @@
 """fxpipe: compiles any PyTorch model into a readable pipeline.
 
+    fxpipe.compile(model, devices, chunks)      a pipe: the model in stages, called like it; pipe.step(...) trains it
+    fxpipe.load(folder, model)                  the pipe that pipe.save(folder) wrote, with your changes
+    fxpipe.plan(model, cluster, batch_size)     the fastest stages for a cluster, and a proof of how near they are
+    fxpipe.search(model, cluster, batch_size)   how to cut and place each operator
+    fxpipe.profile(model, inputs)               what each op costs
+    fxpipe.save_checkpoint, fxpipe.load_checkpoint, fxpipe.clip_grad_norm_, fxpipe.GradScaler     training over ranks
+
+`help(fxpipe.compile)` tells all options; `fxpipe --help` in a shell, the commands. The pages begin at docs/start.md.
+
 The tour, which runs:
 
 >>> import torch, fxpipe

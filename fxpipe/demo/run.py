@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from fxpipe.api.compile import compile
 from fxpipe.errors import FxpipeError

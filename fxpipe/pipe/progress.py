@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from fxpipe.pipe.build.phase_timing import log, phases
 

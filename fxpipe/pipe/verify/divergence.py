@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxpipe import runtime
+import fxpipe.runtime
 from fxpipe.ir.graph.evaluate_graph import within
 from fxpipe.ir.graph.graph import Op, map_leaves
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall
@@ -152,7 +152,7 @@ def _where(op: Op | None) -> str:
 
 def concrete(op: Op, device: torch.device) -> Op:
     """The op as it runs on a device."""
-    target = getattr(runtime, op.target.name) if isinstance(op.target, RuntimeCall) else op.target
+    target = getattr(fxpipe.runtime, op.target.name) if isinstance(op.target, RuntimeCall) else op.target
 
     def place(leaf: Any) -> Any:
         return device if leaf is OWN_DEVICE else leaf

@@ -17,7 +17,7 @@ from random import Random
 from time import monotonic
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import OperatorGraph, micro_batch
