@@ -54,7 +54,7 @@ from fxpipe.ir.schedule.schedule import Schedule, partners
 
 CONSTANTS = "constants.pt"
 MESSAGES = "messages.json"
-FORMAT = 4  # the version of the files; raise it for each change that another fxpipe would read wrongly
+FORMAT = 5  # the version of the files; raise it for each change that another fxpipe would read wrongly
 PUBLIC = ("CHUNKS", "FORMAT", "INPUTS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 

@@ -165,7 +165,7 @@ def test_losses_in_a_model(model: Callable[[], nn.Module], checkpoint: str) -> N
             check_step(model(), None, (7, 8), checkpoint=checkpoint, devices=3, chunks=2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.keys() - {"forward-only"})
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES.keys() - {"forward-only"}))
 def test_forwards_come_first(schedule: str) -> None:
     if schedule in FORWARDS_FIRST:
         with silent():
@@ -243,6 +243,24 @@ def test_replicas_of_other_stages() -> None:
         ),
     ):
         pipe.step(torch.randn(8, 8), target=torch.randn(8, 6), loss_fn=covariance)
+
+
+def test_a_plan_of_the_forward() -> None:
+    """The loss is not in the plan, and what it needs of the first stage comes to the last one."""
+    model, x = Net(), torch.randn(8, 8)
+
+    def early(out: Tensor, inputs: Tensor) -> Tensor:
+        return covariance(out, inputs[:, :6]) + inputs.var(0).sum()
+
+    with silent(), closing(fxpipe.compile(model, 2, 4, example_inputs=x)) as drafted:
+        plan = drafted.plan
+    plain = copy.deepcopy(model)
+    expected = early(plain(x), x)
+    expected.backward()
+    with silent(), closing(fxpipe.compile(model, plan=plan)) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=x, loss_fn=early), expected.detach())
+        assert pipe.build.program.epilogue_stage == 1
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 def test_a_failed_step_adds_no_gradients() -> None:

@@ -39,7 +39,7 @@ def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> 
     """A timeline with the memory of each worker, as a timed step counts it; its times are those of the dry run.
     Inputs may be on the meta device. A model that needs the values of tensors raises its own error."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
-    stages = [*engine.stages, *([] if engine.whole is None else [engine.whole])]
+    stages = [*engine.stages, *(stage for stage in (engine.whole, engine.last) if stage is not None)]
 
     def fake(x: Tensor) -> Tensor:
         if id(x) not in made:

@@ -10,7 +10,7 @@ from fxpipe.ir.plan.plan import Plan, stage_of
 
 def with_loss(graph: Graph, plan: Plan) -> Plan:
     """The plan with the ops of a step that it lacks, each in the stage of the last op whose value it reads; ops that
-    read nothing of the plan's are in the last stage. A plan that is not one of the forward of `graph` stays as it is.
+    read nothing of the plan's, or give what the epilogue takes, are in the last stage. A plan that is not one of the forward of `graph` stays as it is.
 
     A step and a forward call give ops that make outputs different names, so the graph may lack the last ops of the
     plan.
@@ -25,7 +25,7 @@ def with_loss(graph: Graph, plan: Plan) -> Plan:
     for op in graph.ops:
         if op.name not in stage:
             read = [stage[name] for name in op.reads if name in stage]
-            stage[op.name] = max(read, default=last)
+            stage[op.name] = last if op.name in graph.taken else max(read, default=last)
             rows[stage[op.name]].append(op.name)
     order = {op.name: position for position, op in enumerate(graph.ops)}
     stages = (

@@ -160,7 +160,7 @@ def _target(call: PlannedCall, names: Mapping[str, str]) -> tuple[Doc, list[str]
 
 def _scores(graph: Graph) -> tuple[str, TensorType]:
     """The first floating-point tensor with samples that the model returns, as an expression of its `output`."""
-    cut = {output.value for output in graph.outputs if output.batch_dim == 0}
+    cut = {output.value for output in graph.returned if output.batch_dim == 0}
     for text, ref in _parts("output", graph.result):
         kind = graph.types[ref.name]
         if ref.name in cut and isinstance(kind, TensorType) and kind.dtype in FLOATS:

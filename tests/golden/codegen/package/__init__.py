@@ -24,7 +24,7 @@ __all__ = [
     "result",
 ]
 
-FORMAT = 4
+FORMAT = 5
 MODEL = "Net"
 TRAINING = True
 CHUNKS = 4

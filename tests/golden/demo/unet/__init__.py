@@ -26,7 +26,7 @@ __all__ = [
     "result",
 ]
 
-FORMAT = 4
+FORMAT = 5
 MODEL = "UNet"
 TRAINING = True
 CHUNKS = 8
