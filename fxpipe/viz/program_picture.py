@@ -219,8 +219,11 @@ def _cards(program: Program, row: _Row, places: Sequence[tuple[float, float]], y
 def _pill(program: Program, row: _Row, index: int) -> tuple[str, float]:
     """The name and the width of what stands for the caller, or for the stages of the rows before or after."""
     n = len(program.stages)
-    if index in (-1, n):
-        return "inputs" if index < 0 else "outputs", PILL
+    if index < 0:
+        return "inputs", PILL
+    if index == n:
+        taken, outputs = program.graph.taken, {output.value for output in program.graph.outputs}
+        return "epilogue" if taken and taken >= outputs else "outputs", PILL
     others = range(row.first) if index < row.first else range(index, n)
     name = ("stage " if len(others) == 1 else "stages ") + ranges(others)
     return name, text_width(name, 11.5) + 24

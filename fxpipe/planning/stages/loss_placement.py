@@ -10,7 +10,8 @@ from fxpipe.ir.plan.plan import Plan, stage_of
 
 def with_loss(graph: Graph, plan: Plan) -> Plan:
     """The plan with the ops of a step that it lacks, each in the stage of the last op whose value it reads; ops that
-    read nothing of the plan's, or give what the epilogue takes, are in the last stage. A plan that is not one of the forward of `graph` stays as it is.
+    read nothing of the plan's, or give what the epilogue takes, are in the last stage. A plan that is not one of the
+    forward of `graph` stays as it is.
 
     A step and a forward call give ops that make outputs different names, so the graph may lack the last ops of the
     plan.
