@@ -106,11 +106,13 @@ def compile(
       Default True: texts differ in length; the first capture takes longer, as sizes are symbols.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). "auto": as the ops
-      show; sums and means over the samples are exact. If a loss adds up several terms, say it for the terms whose ops
-      do not show it, by their variables' names, as in {"aux_loss": "mean"}. If the model mixes samples, a micro-batch
-      mixes only its own, with a MixedSamplesWarning. To accept that, write `reduce="cat"`, or a dict: "cat" for outputs
-      with a batch dimension, else "mean" or "sum". Default "auto": the ops of a loss show whether it is a mean or a
-      sum; where they do not, an error says what to write.
+      show; sums and means over the samples are exact, and so is what needs the whole batch behind the last layer, such
+      as a contrastive loss, for which all forwards come first, as in GPipe. If each micro-batch may have a loss of its
+      own, write "mean"; for a term of a loss, by its variable's name, {"aux_loss": "mean"}. If the model mixes samples
+      between layers, a micro-batch mixes only its own, with a MixedSamplesWarning. To accept that, write
+      `reduce="cat"`, or a dict: "cat" for outputs with a batch dimension, else "mean" or "sum". Default "auto": the ops
+      of a loss show whether it is a mean or a sum; where it is neither, it is computed once, from what all
+      micro-batches give.
     - `deferred_batch_norm`: None: running statistics are those of micro-batches, with a BatchStatisticsWarning. False:
       the same, without the warning. True: they are those of whole batches; each micro-batch is still normalised by its
       own mean and variance. Default None: nothing is computed for it; a model with BatchNorm keeps statistics of

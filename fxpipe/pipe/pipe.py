@@ -130,9 +130,9 @@ class Pipe(DropInModule):
           `target`, pass it by position. A model of transformers is passed `use_cache=False` if nothing else is said.
         - `target`: a tensor, or lists, tuples and dicts of tensors; cut like the arguments, by `batch_dim`.
         - `loss_fn(output, target)`, or `loss_fn(output)` without a target, returns one number or one for each sample.
-          Whether one number is a mean or a sum over the samples is read from the ops of `loss_fn`; if they cannot be
-          traced, give `reduce=` to `fxpipe.compile`. If there is one for each sample, `step` returns them all, and the
-          gradients are those of the sum. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
+          Whether one number is a mean or a sum over the samples is read from its ops; if it is neither, it is computed
+          once, from what all micro-batches give, and all forwards come first. Of one for each sample, `step` returns
+          all, with the gradients of their sum. Without it, the model must return its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
         - `scaler`: a `torch.amp.GradScaler`, over ranks a `fxpipe.GradScaler`: gradients of `scaler.scale(loss)`.
         - `accumulate`: the number of calls of `step` for one update. The gradients of each call are divided by it, as

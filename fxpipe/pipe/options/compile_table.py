@@ -125,8 +125,8 @@ GROUPS = {
                why="texts differ in length; the first capture takes longer, as sizes are symbols"),
         Option("reduce", "how an output without batch dimension is put together", REDUCE, {"loss": "mean"},
                default=AUTO,
-               why="the ops of a loss show whether it is a mean or a sum; where they do not, an error says what to "
-                   "write"),
+               why="the ops of a loss show whether it is a mean or a sum; where it is neither, it is computed once, "
+                   "from what all micro-batches give"),
         Option("deferred_batch_norm", "whether running statistics are those of whole batches", (flag(),), True,
                unset=True,
                why="nothing is computed for it; a model with BatchNorm keeps statistics of micro-batches, and a "
