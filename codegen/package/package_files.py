@@ -275,7 +275,7 @@ def write(files: Mapping[str, str], folder: str | Path) -> None:
         (path / name).write_text(text, encoding="utf-8", newline="\n")
 
 
-def constants(program: Program, whole: WholeBatch) -> dict[str, Any]:
+def constants(program: Program, whole: WholeBatch = ALONE) -> dict[str, Any]:
     """The constants of the stages, by the name of the attribute."""
     found: dict[str, Any] = {}
     for part in (program, *whole.programs):

@@ -113,7 +113,9 @@ def test_refusals_are_told_apart(tmp_path: Path) -> None:
     """One that names the line of the model, and options that make no sense."""
     by_data = Recipe((("linear", 1),))
     path = one.written(by_data, tmp_path, "model")
-    path.write_text(path.read_text().replace("return head", "return head * torch.arange(head.shape[0])[:, None]"))
+    path.write_text(
+        path.read_text().replace("return head", "return head * torch.arange(head.shape[0])[:, None] @ self.head.weight")
+    )
     (refused, *_) = trial.trial(path, [CALL, STEP], False, Ranks())
     assert refused.what == "refused", refused
     too_many = replace(CALL, options={"devices": 40, "chunks": 2})

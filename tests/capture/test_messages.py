@@ -28,15 +28,15 @@ def place(function):
 
 BODIES = [
     (
-        lambda self, x: (x * 1, torch.arange(x.shape[0])),
+        lambda self, x: (x * 1, torch.arange(x.shape[0])[:, None] * self.fc.weight[:1]),
         X,
-        "numbers the samples of the batch, and is returned as arange, but each micro-batch counts from 0; compute it "
+        "numbers the samples of the batch, and is returned as mul_1, but each micro-batch counts from 0; compute it "
         "from what the pipe returns, or pass the numbers as an input",
     ),
     (
-        lambda self, x: x[:, :, None].repeat(2, 1, 1).flatten(0, 1),
+        lambda self, x: self.fc(x.repeat(2, 1)),
         X,
-        "the output flatten, f32[6*b, 1], has other things before the batch in one dimension, so that micro-batches "
+        "the output linear, f32[2*b, 3], has other things before the batch in one dimension, so that micro-batches "
         "cannot be joined; return it with a dimension for the batch alone, and reshape what the pipe returns",
     ),
     (

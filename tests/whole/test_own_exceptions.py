@@ -287,8 +287,13 @@ def test_sizes_have_the_users_names() -> None:
 
 def test_a_size_that_depends_on_data_has_no_name() -> None:
     class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
         def forward(self, x: Tensor) -> Tensor:
-            return torch.nonzero(x)
+            made: Tensor = self.fc(torch.nonzero(x).float())
+            return made
 
     with pytest.raises(CaptureError) as caught:
         capture(Sized(), (torch.empty(4, 3, device="meta"),))

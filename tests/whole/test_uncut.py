@@ -38,7 +38,7 @@ def padded(net: Net, x: Tensor) -> Tensor:
 
 def ranked(net: Net, x: Tensor) -> Tensor:
     order = net.first(x).sum(1).argsort()
-    return net.head(net.second(net.first(x)))[order][: x.shape[0] // 2 + 1]
+    return net.head(net.second(net.first(x))[order][: x.shape[0] // 2 + 1])
 
 
 def by_counts(net: Net, tiles: Tensor, counts: list[int]) -> Tensor:

@@ -30,7 +30,6 @@ from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_size
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.program import Stage as StageOps
-from fxpipe.ir.program.whole_batch import ALONE
 from fxpipe.passes import PASSES, Pass, lower
 from fxpipe.pipe.drop_in_module import SHARED
 from fxpipe.pipe.options.user_passes import checked
@@ -144,7 +143,7 @@ def chain_stages(
     links = links_of(program)
     package.write(package.package(program, made.plan, SCHEDULER), folder)
     loaded = load_package(folder)
-    tensors, held = tensors_of(model), package.constants(program, ALONE)
+    tensors, held = tensors_of(model), package.constants(program)
     calls = {opaque.called: opaque for opaque in opaques(made.graph)}
     for index in stages:
         if not 0 <= index < len(program.stages):

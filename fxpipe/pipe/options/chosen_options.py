@@ -53,7 +53,7 @@ def _reduce(options: Options, graph: Graph) -> str:
     found = [
         f"{one.reduce} for {'loss' if one.value == graph.loss else one.value}"
         for one in graph.outputs
-        if one.batch_dim is None and one.reduce in ("mean", "sum")
+        if one.batch_dim is None and one.reduce in ("mean", "sum") and one.value not in graph.taken
     ]
     if options.reduce != AUTO or options.chunks == 1 or not found:
         return ""

@@ -415,10 +415,11 @@ def test_what_cannot_be_a_function_is_kept_in_what_is_around_it(kind, expected):
     assert kept(pipe).keys() == expected
 
 
-def test_a_loss_of_the_batch_is_refused_at_the_call_of_the_function():
-    _, pipe = made(ByProperty, reduce="auto")
-    with pytest.raises(fxpipe.CaptureError, match=r"self\.loss_function\(logits(.|\n)*reduce=\{'loss': 'mean'\}"):
-        pipe.step(*batch())
+def test_a_loss_of_the_batch_is_computed_once():
+    model, pipe = made(ByProperty, reduce="auto")
+    steps(model, pipe)
+    (kept_whole,) = opaques(pipe.build.graph.epilogue)
+    assert kept_whole.called.endswith("loss_function")
 
 
 def test_the_model_itself_is_not_changed():

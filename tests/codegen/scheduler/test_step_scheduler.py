@@ -50,7 +50,7 @@ def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 def made(
     schedule: str, devices: Sequence[str], chunks: int, checkpoint: str = "never"
-) -> tuple[Program, Schedule, Plan, Program | None]:
+) -> tuple[Program, Schedule, Plan, WholeBatch]:
     """The net and its loss in stages of about as many ops, and a schedule for them."""
     torch.manual_seed(0)
     ids = torch.zeros(8, 5, dtype=torch.long)
@@ -66,7 +66,7 @@ def made(
         whole = StagePlan(tuple(op.name for op in graph.totals.ops), devices[-1], "never")
         totals = lower(graph.totals, Plan("Net", (whole,), 1))
     plan = Plan("Net", tuple(stages), chunks)
-    return lower(graph, plan), make(schedule, devices, chunks), plan, totals
+    return lower(graph, plan), make(schedule, devices, chunks), plan, WholeBatch(totals)
 
 
 def test_golden_of_1f1b(golden: Golden) -> None:
@@ -84,16 +84,16 @@ def test_golden_of_several_stages_on_a_device(golden: Golden) -> None:
 @pytest.mark.parametrize("label", ['cpu:0""";bad();"""', "cuda:0\\", 'cuda:0");bad();("', "cuda:0\nbad()\n#"])
 def test_a_label_of_any_text_stays_text(label: str) -> None:
     """Labels are checked where they come in; what is generated does not rely on that."""
-    program, schedule, plan, totals = made("1f1b", (label, f"{label}1", "cpu:0"), 4, "except_last")
-    package_files = package(program, plan, emit_scheduler(program, 4, WholeBatch(totals)))
-    for text in (emit_steps(program, schedule, plan, WholeBatch(totals)), *package_files.values()):
+    program, schedule, plan, whole = made("1f1b", (label, f"{label}1", "cpu:0"), 4, "except_last")
+    package_files = package(program, plan, emit_scheduler(program, 4, whole))
+    for text in (emit_steps(program, schedule, plan, whole), *package_files.values()):
         if not text.startswith("{"):
             names = [node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
             assert "bad" not in names
 
 
 def test_golden_of_totals(golden: Golden) -> None:
-    totals = made("1f1b", ("cpu:0",), 2)[-1]
+    totals = made("1f1b", ("cpu:0",), 2)[-1].totals
     assert totals is not None
     golden("scheduler/totals.py", emit_totals(totals))
 

@@ -188,8 +188,8 @@ def used(pipe: RankPipe) -> set[int]:
 def step_of(made: whole_build.Build, package: Any, model: nn.Module, world: World) -> Step:
     """Steps of a loaded package over the ranks."""
     held = constants(made.program, made.whole)
-    stages, whole = bound_stages(package, model, held, here={world.label: world.device})
-    scheduler = on_rank(package.Scheduler, stages, whole, world, message_table(made.program, made.schedule))
+    stages, *whole = bound_stages(package, model, held, here={world.label: world.device})
+    scheduler = on_rank(package.Scheduler, stages, tuple(whole), world, message_table(made.program, made.schedule))
 
     def step(args: Any, kwargs: Any) -> Any:
         seed = new_seed() if scheduler.random else 0
