@@ -48,7 +48,9 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 (None, None)
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.pipe.verify.versions import version_of
@@ -130,17 +132,27 @@ LATE = dict.fromkeys(("GradScaler", "clip_grad_norm_"), "fxpipe.training.gradien
 
 
 def __getattr__(name: str) -> Any:
-    """All other public names, and with them the subpackages, at the first use of one."""
     if name in LATE:
         return getattr(import_module(LATE[name]), name)
     if not name.startswith("__"):
-        public = import_module("fxpipe.api.public_names")
-        globals().update((known, value) for known, value in vars(public).items() if known in __all__)
+        _import_all()
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _import_all() -> None:
+    """Import all other public names, and with them the subpackages and torch."""
+    public = import_module("fxpipe.api.public_names")
+    globals().update((known, value) for known, value in vars(public).items() if known in __all__)
+
+
 def __dir__() -> list[str]:
     """The public names only; submodules can still be imported by name."""
     return sorted(["__doc__", "__file__", "__name__", "__path__", *__all__])
+
+
+# The command imports what it needs itself: torch takes seconds, and its help does without. All others have what an
+# import registers, such as the rendezvous of ranks.
+if Path(sys.argv[0]).stem != "fxpipe" and sys.argv[0] != "-m":
+    _import_all()

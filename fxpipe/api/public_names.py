@@ -1,5 +1,4 @@
-"""The public names that need torch, which takes seconds to import. `fxpipe` imports them when it is asked for one,
-and the command line only where it must."""
+"""The public names that need torch, which takes seconds to import. The command line imports them only where it must."""
 
 from __future__ import annotations
 

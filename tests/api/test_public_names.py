@@ -28,10 +28,11 @@ def test_every_name_is_there() -> None:
         fxpipe.compil  # noqa: B018
 
 
-def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
+def test_the_command_imports_torch_with_the_first_name_that_needs_it() -> None:
     """Subpackages are names, too, as after an import of all."""
     says = ran(
-        "import sys, fxpipe; fxpipe.__version__, fxpipe.FxpipeError, dir(fxpipe); print('torch' in sys.modules)\n"
+        "import sys; sys.argv[0] = '/bin/fxpipe'; import fxpipe\n"
+        "fxpipe.__version__, fxpipe.FxpipeError, dir(fxpipe); print('torch' in sys.modules)\n"
         "print(fxpipe.viz.pictures.__name__, 'torch' in sys.modules)\n"
         "from fxpipe import *; print(compile.__module__)"
     )

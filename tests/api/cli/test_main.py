@@ -143,6 +143,7 @@ def test_from_a_folder_that_is_not_installed(
 def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...]) -> None:
     script = f"""
 import sys
+sys.argv[0] = "/bin/fxpipe"
 from fxpipe.api.cli.main import main
 status = main({arguments})
 print("torch" in sys.modules, status)
@@ -150,6 +151,13 @@ print("torch" in sys.modules, status)
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     asked = any(word.startswith("-") for word in arguments) and "shw" not in arguments
     assert found.stdout.splitlines()[-1] == f"False {0 if asked else 2}", found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("first", ["", "import torch; "])
+def test_what_an_import_registers_is_there(first: str) -> None:
+    script = f"{first}import fxpipe; from torch.distributed import rendezvous; next(rendezvous('fxpipe://', -1, 1))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=False)
+    assert "environment variable RANK expected" in found.stderr  # else: no rendezvous handler for fxpipe://
 
 
 def test_every_command_has_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
