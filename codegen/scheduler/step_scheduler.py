@@ -308,10 +308,9 @@ def _root(name: str, stage: Stage, places: Places, i: str, end: str) -> Statemen
         Brackets("m.receive_gradient(", (*own, string(places.name(move.value)), f"source={move.target}"), ")")
         for move in moves
     ]
-    if name == program.graph.loss:
-        parts.insert(0, Brackets("m.root(", (*own, string(places.name(name))), ")"))
-    if program.graph.trains_epilogue and name in program.graph.taken:
-        parts.insert(0, Brackets("m.epilogue_gradient(", (*own, string(places.name(name))), ")"))
+    if name in program.graph.roots:
+        root = "m.epilogue_gradient(" if program.graph.trains_epilogue else "m.root("
+        parts.insert(0, Brackets(root, (*own, string(places.name(name))), ")"))
     if not parts:
         return Assign((variable,), "None", "for the caller alone")
     return Assign((variable,), parts[0] if len(parts) == 1 else Call("m.add", tuple(parts)))

@@ -86,7 +86,7 @@ def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
 def _target(program: Program, move: Move) -> str:
     if move.target < len(program.stages):
         return f"stage {move.target}"
-    return "the epilogue" if move.value in program.graph.taken else "the caller"
+    return "the epilogue" if program.to_epilogue(move) else "the caller"
 
 
 def _targets(program: Program, moves: list[Move]) -> str:

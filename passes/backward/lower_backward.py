@@ -100,7 +100,7 @@ def _arrives(program: Program, stages: Sequence[Stage], stage: Stage, name: str)
     kind = program.types[name]
     if not isinstance(kind, TensorType) or not kind.grad:
         return False
-    if name == program.graph.loss or (program.graph.trains_epilogue and name in program.graph.taken):
+    if name in program.graph.roots:
         return True
     users = [(stages[m.target], m.value) for m in program.moves if m.given == name and m.source == stage.index and
              m.target < len(stages)]  # fmt: skip

@@ -187,6 +187,14 @@ def test_an_order_of_the_users() -> None:
         check_step(Towers(), None, schedule="F0 F1 F2 B1 B2 B0\n. F0 F1 F2 B2 B0 B1")
 
 
+def test_no_forward_is_beside_a_backward() -> None:
+    model, x = Towers(), torch.randn(7, 8)
+    with closing(fxpipe.compile(model, 2, 3, backward="code", overlap_pairs=True)) as pipe:
+        torch.testing.assert_close(pipe.step(x), model(x)["loss"].detach())
+        assert not pipe.schedule.pairs
+        assert "overlapped pairs: none; the loss needs the whole batch" in pipe.explain()
+
+
 def test_calls_are_differentiable() -> None:
     model = Towers()
     plain, x = copy.deepcopy(model), torch.randn(7, 8, requires_grad=True)

@@ -46,7 +46,7 @@ def with_epilogue(
     """The graph with an epilogue for those of its outputs `values` that need the whole batch and for which the user has
     given no `reduce`, and the values that its micro-batches give. Without such values, and if the epilogue would hold
     layers, both are as they were. `exact`: returned numbers, as functions of the sizes."""
-    search = _Search(graph, reduce)
+    search = _Search(graph, reduce, follow(graph), kinds(graph))
     wanted = [value for value in values if value not in exact and search.needs_batch(value)]
     if not wanted:
         return graph, [*values]
@@ -67,20 +67,10 @@ class _Search:
 
     graph: Graph
     reduce: Reduce
+    flow: Flow
+    kinds: Mapping[str, Kind]
     inside: set[str] = field(default_factory=set)
     taken: dict[str, None] = field(default_factory=dict)
-
-    @cached_property
-    def flow(self) -> Flow:
-        return follow(self.graph)
-
-    @cached_property
-    def kinds(self) -> Mapping[str, Kind]:
-        return kinds(self.graph)
-
-    @cached_property
-    def ops(self) -> Mapping[str, Op]:
-        return {op.name: op for op in self.graph.ops}
 
     @cached_property
     def states(self) -> Mapping[str, State]:
@@ -88,7 +78,7 @@ class _Search:
 
     def needs_batch(self, value: str) -> bool:
         """Whether an output is not that of the whole batch, and the user has not said that it may be so."""
-        plain = value in self.ops and isinstance(self.graph.types[value], (TensorType, ScalarType))
+        plain = value in self.flow.made and isinstance(self.graph.types[value], (TensorType, ScalarType))
         return plain and said(self.graph, value, self.reduce) is None and not self.joins(value)
 
     def joins(self, value: str) -> bool:
@@ -104,7 +94,7 @@ class _Search:
         _Inseparable."""
         waiting = [value]
         while waiting:
-            op = self.ops[waiting.pop()]
+            op = self.flow.made[waiting.pop()]
             if op.name in self.inside:
                 continue
             if op.random or op.writes:
@@ -113,24 +103,26 @@ class _Search:
             for name in op.reads:
                 if self._is_given(name):
                     self.taken[name] = None
-                elif name in self.ops:
+                elif name in self.flow.made:
                     waiting.append(name)
 
     def _is_given(self, name: str) -> bool:
         """Whether micro-batches give a value. Raises _Inseparable for the weights of a layer."""
-        kind, state, op = self.graph.types[name], self.states.get(name), self.ops.get(name)
-        if state is not None and state.kind == "constant":
+        kind, state, op = self.graph.types[name], self.states.get(name), self.flow.made.get(name)
+        if (state is not None and state.kind == "constant") or (op is not None and not self._leaves(op)):
             return False
-        if op is not None and not (isinstance(kind, TensorType) and not sized_by_data(kind) and self.joins(name)):
-            return False
-        if op is not None and not op.random and name not in self.flow.depends and batch_dims(kind):
-            return False  # made of the batch size alone
-        if op is not None and op_name(op) in SAME_ELEMENTS and any(map(self.joins, op.reads[:1])):
-            return False  # several values may be views of that one
         trained = state.kind == "parameter" if state is not None else op is not None and getattr(kind, "grad", False)
         if trained and len(getattr(kind, "shape", ())) >= WEIGHT_DIMS and name not in self.flow.depends:
             raise _Inseparable
         return True
+
+    def _leaves(self, op: Op) -> bool:
+        """Whether micro-batches give the result of an op, which is made of more than the batch size, and is no mere
+        view of what they can give as well."""
+        if not isinstance(op.type, TensorType) or sized_by_data(op.type) or not self.joins(op.name):
+            return False
+        of_size = not op.random and op.name not in self.flow.depends and batch_dims(op.type)
+        return not of_size and not (op_name(op) in SAME_ELEMENTS and any(map(self.joins, op.reads[:1])))
 
 
 def _split(search: _Search, wanted: Sequence[str], values: Sequence[str]) -> tuple[Graph, list[str]]:

@@ -126,8 +126,8 @@ class SchedulerBase:
         self.streams = Streams(tuple(stage.device for stage in self.stages))
         self.place = Place(self.stages, self.devices, self.streams)
         self.mutating = tuple(stage for stage in stages if stage.mutates)
-        all_stages = self.stages if whole is None else (*self.stages, whole)
-        self._copying = tuple(stage for stage in all_stages if stage.copies or stage.elsewhere)
+        self.all_stages = (*self.stages, *(stage for stage in (whole, last) if stage is not None))
+        self._copying = tuple(stage for stage in self.all_stages if stage.copies or stage.elsewhere)
         self._on_cpu = any(stage.device.type == "cpu" for stage in stages)
         self._workers = {label: Worker(label) for label in sorted(self.workers() if threads else ())}
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -84,7 +84,6 @@ class Step(Batches):
             for j in plan.own
         }
         self.by_code = None not in self.generated.values()
-        self._epilogue: Epilogue | None = None
 
     def begin(self, observer: Observer | None) -> None:
         """Put the inputs into the mailboxes of the stages that run here, and lend these the tensors that they share."""
@@ -289,12 +288,10 @@ class Step(Batches):
         scale = self.plan.scale
         return full(loss, share) if scale is None else scaled(full(loss, share / scale.accumulate), scale)
 
-    @property
+    @cached_property
     def epilogue(self) -> Epilogue:
         """What the epilogue has computed. It runs when this is first asked, by the worker of its stage."""
-        if self._epilogue is None:
-            self._epilogue = run_epilogue(self, self.engine, self.plan.scale)
-        return self._epilogue
+        return run_epilogue(self, self.engine, self.plan.scale)
 
     def epilogue_gradient(self, j: int, i: int, name: str) -> Tensor | None:
         """The gradient of a result of stage j that the epilogue takes."""

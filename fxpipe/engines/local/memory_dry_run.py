@@ -39,7 +39,6 @@ def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> 
     """A timeline with the memory of each worker, as a timed step counts it; its times are those of the dry run.
     Inputs may be on the meta device. A model that needs the values of tensors raises its own error."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
-    stages = [*engine.stages, *(stage for stage in (engine.whole, engine.last) if stage is not None)]
 
     def fake(x: Tensor) -> Tensor:
         if id(x) not in made:
@@ -50,7 +49,7 @@ def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> 
 
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
-        for stage in stages:
+        for stage in engine.all_stages:
             contexts.callback(stage.find_differentiable)  # runs after the stage's own tensors are back
             contexts.enter_context(instead(stage, {path: fake(stage.tensor(path)) for path in stage.states}))
             contexts.callback(discard, [stage])

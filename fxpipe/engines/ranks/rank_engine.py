@@ -61,7 +61,8 @@ class RankScheduler:
         self.written = WrittenLoans(world, ())
         self.parallel: Any = None
         self.shards: ShardExchange | None = None
-        self.stages, self.whole, self.random, self.close = steps.stages, steps.whole, steps.random, steps.close
+        self.stages, self.all_stages = steps.stages, steps.all_stages
+        self.random, self.close = steps.random, steps.close
         self.program = RankProgram(world, table, steps.cuts)
         self.replicated = len(self.program.replica_group) > 1
         labels = [world.label if self.program.here(j) else label for j, label in enumerate(steps.devices)]

@@ -257,6 +257,11 @@ class Graph:
         """Whether the epilogue computes the loss."""
         return self.epilogue is not None and any(output.value == self.loss for output in self.epilogue.outputs)
 
+    @cached_property
+    def roots(self) -> frozenset[str]:
+        """The outputs with which the backward of the stages begins: the loss, or what the epilogue computes it from."""
+        return self.taken if self.trains_epilogue else frozenset(() if self.loss is None else (self.loss,))
+
     def state(self, name: str) -> State:
         return self._states[name]
 

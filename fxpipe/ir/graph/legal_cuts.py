@@ -76,8 +76,8 @@ def spans(graph: Graph) -> Spans:
 def ties(graph: Graph) -> tuple[Tie, ...]:
     """All that ties ops together, each with its reason."""
     span = spans(graph)
-    found = (*_immovable(graph, span), *_shared_memory(graph, span), *_changed_states(graph), *_vmaps(graph))
-    return (*found, *_of_epilogue(graph, span))
+    of_values = (*_immovable(graph, span), *_shared_memory(graph, span))
+    return (*of_values, *_changed_states(graph), *_vmaps(graph), *_of_epilogue(graph))
 
 
 def _immovable(graph: Graph, span: Spans) -> Iterator[Tie]:
@@ -137,11 +137,10 @@ def _changed_states(graph: Graph) -> Iterator[Tie]:
         )
 
 
-def _of_epilogue(graph: Graph, span: Spans) -> Iterator[Tie]:
+def _of_epilogue(graph: Graph) -> Iterator[Tie]:
     """What the epilogue takes is given by the last stage, where the epilogue runs."""
-    taken = [item.name for item in graph.epilogue.inputs if item.name in span] if graph.epilogue is not None else []
-    first = min((span[name][0] for name in taken if span[name][0] >= 0), default=len(graph.ops))
-    if first < len(graph.ops):
+    first = next((at for at, op in enumerate(graph.ops) if op.name in graph.taken), None)
+    if first is not None:
         yield Tie(first, len(graph.ops) - 1, graph.ops[first].name, "the last stage gives what the whole batch needs")
 
 

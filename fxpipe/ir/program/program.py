@@ -186,6 +186,10 @@ class Program(Drawable):
         found = (stage.index for stage in self.stages if not self.graph.taken.isdisjoint(stage.gives))
         return next(found, len(self.stages) - 1)
 
+    def to_epilogue(self, move: Move) -> bool:
+        """Whether a move brings the epilogue what it takes."""
+        return move.target == len(self.stages) and move.value in self.graph.taken
+
     @cached_property
     def portals(self) -> tuple[Move, ...]:
         """The moves between stages that skip a stage of the pipeline."""

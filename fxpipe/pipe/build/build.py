@@ -287,7 +287,9 @@ def _drafted(
 
         schedule = joined if in_memory(joined := merged(costs)) else schedule
         pairs: tuple[str, ...] = ()
-        if options.overlap_pairs and trains and not graph.trains_epilogue:
+        if options.overlap_pairs and graph.trains_epilogue:
+            pairs = ("overlapped pairs: none; the loss needs the whole batch, so all forwards come first",)
+        elif options.overlap_pairs and trains:
             alone = [stage.index for stage in program.stages if stage.backward is None]
             schedule, pairs = overlapped(
                 schedule, alone, lambda one: simulate(one, costs, between, labels).makespan, in_memory

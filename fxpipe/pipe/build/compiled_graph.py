@@ -74,8 +74,7 @@ class BuiltGraph:
 
     def hold(self, new: Mapping[str, Tensor]) -> None:
         """Replace tensors of the model, by path, in all stages."""
-        scheduler = self._live.scheduler
-        for stage in (*scheduler.stages, *([] if scheduler.whole is None else [scheduler.whole])):
+        for stage in self._live.scheduler.all_stages:
             for path in new.keys() & set(stage.states):
                 stage.replace(path, new[path])
 

@@ -26,17 +26,15 @@ def schedule_of(program: Program, chunks: int, options: Options, limit: int) -> 
     micro-batches fit into memory."""
     if program.graph.loss is None and options.ranks:
         return make("forward-only", program.devices, chunks)
-    plain = share(gpipe(len(program.stages), chunks), program.devices)
-    if program.graph.loss is None:
-        return plain
-    made = make_schedule(options, program.devices, chunks, limit)
-    if not program.graph.trains_epilogue or _forwards_first(made, program.epilogue_stage):
-        return made
-    warn(
-        f"not used: the order of schedule {made.name!r}, as the loss needs the whole batch: all forwards of the last "
-        "stage come before its first backward, as with schedule='gpipe'"
-    )
-    return plain
+    if program.graph.loss is not None:
+        made = make_schedule(options, program.devices, chunks, limit)
+        if not program.graph.trains_epilogue or _forwards_first(made, program.epilogue_stage):
+            return made
+        warn(
+            f"not used: the order of schedule {made.name!r}, as the loss needs the whole batch: all forwards of the "
+            "last stage come before its first backward, as with schedule='gpipe'"
+        )
+    return share(gpipe(len(program.stages), chunks), program.devices)
 
 
 def refuse_epilogue(graph: Graph, why: str) -> None:

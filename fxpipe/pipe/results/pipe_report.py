@@ -102,7 +102,8 @@ def _crossing(made: Build) -> Iterator[tuple[str, ...]]:
     program = made.program
     for move in sorted(program.moves, key=lambda one: (one.source, one.target)):
         how = "portal, past the stages between" if program.is_portal(move) else ""
-        how = "for the epilogue" if move.target == len(program.stages) and move.value in program.graph.taken else how
+        if program.to_epilogue(move):
+            how = "for the epilogue"
         if found := program.collective_of(move):
             how = found.kind
         what = move.given + (f", as {move.value}" if move.part else "")
