@@ -355,6 +355,7 @@ def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[
     is made inside."""
     found: list[Op] = []
     inside: set[str] = set()  # tuples that are not made any more
+    users = {piece.op.name for piece in pieces}
     for piece in pieces:
         op, results = piece.op, set(piece.results.values())
         here = {part.name for part in piece.ops}
@@ -364,7 +365,6 @@ def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[
             continue
         if not (read & here) - results - {op.name}:
             found.append(op)
-            users = {other.op.name for other in pieces}
             for place, name in piece.results.items():
                 if place is not None and name in read and name in here and name not in users:
                     found.append(Op(name, operator.getitem, (Ref(op.name), place), {}, types[name], op.origin))

@@ -77,11 +77,14 @@ def layouts(program: Program, known: KnownTraces) -> Orders:
     smallest. Values of stages that cannot be traced count as contiguous."""
     orders: Orders = {}
     for stage in program.stages:
-        try:
-            if not untraceable(program, stage):
-                orders |= _traced(program, stage, (), orders, known, symbolic=False)[0].orders
-        except (Refused, Untraceable):
+        if untraceable(program, stage):
             continue
+        for symbolic in (True, False):  # as `trace`, which finds the ops known then
+            try:
+                orders |= _traced(program, stage, (), orders, known, symbolic=symbolic)[0].orders
+                break
+            except (Refused, Untraceable):
+                continue
     return orders
 
 

@@ -318,6 +318,8 @@ def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
 
 def rename(op: Op, names: Mapping[str, str]) -> Op:
     """The op with the `names` changed: in its arguments, its own name and its `writes`."""
+    if not any(name in names for name in (op.name, *op.operands, *op.writes)):
+        return op
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: Ref(names.get(ref.name, ref.name)))
     writes = tuple(names.get(name, name) for name in op.writes)
     return replace(op, name=names.get(op.name, op.name), args=args, kwargs=kwargs, writes=writes)

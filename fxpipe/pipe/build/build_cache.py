@@ -8,8 +8,8 @@ graph, inputs ─▶ of a kind seen before? ──yes──▶ its build ─▶ 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -32,6 +32,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
+from fxpipe.pipe.garbage_collection import rare_collections
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.running_package import RunningPackage, Scheduler
@@ -306,10 +307,12 @@ Make = Callable[[BuildCache, Graph, Sequence[Any]], Build]
 Bind = Callable[[nn.Module, Build, Mapping[str, Tensor], ModuleType], Scheduler]
 
 
-def begin(model: nn.Module, leads: Callable[[], bool], what: str) -> AbstractContextManager[None]:
-    """A context that shows the progress of a capture or a plan. Raises PlanError if there is a pipe in the model."""
+@contextmanager
+def begin(model: nn.Module, leads: Callable[[], bool], what: str) -> Iterator[None]:
+    """A context for a capture or a plan, which shows its progress. Raises PlanError if there is a pipe in the model."""
     check_no_pipe_in(model)
-    return working(what, leads=leads())
+    with working(what, leads=leads()), rare_collections():
+        yield
 
 
 def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
