@@ -102,6 +102,7 @@ def counted(work: Workload, route: str, checkpoint: str) -> tuple[int, ...]:
         checkpoint=checkpoint,
         cut=[str(s) for s in range(1, work.stages)],
         schedule="gpipe" if route == CALL else route,
+        backward="autograd",
     )
     x, y = work.batch()
 

@@ -11,7 +11,7 @@ These ops stay outside of the pieces:
 
 - random ops: their generator is seeded under a lock, op by op, and a compiler may reorder ops or draws;
 - the user's autograd functions, which Dynamo does not read a second time;
-- functions with Python state, such as deferred batch norm;
+- functions with Python state, such as deferred batch norm, and checks;
 - submodules that are called whole;
 - the list of what forward keeps, which backward unpacks and empties.
 

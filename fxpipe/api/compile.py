@@ -59,7 +59,7 @@ def compile(
     group: Any = None,
     timeout: float = 300.0,
     check_inputs: bool = True,
-    backward: str = "autograd",
+    backward: str = "auto",
     overlap_pairs: bool = False,
     compile_stages: bool | str | Callable[..., Any] = False,
     transforms: Sequence[Transform] = (),
@@ -102,7 +102,7 @@ def compile(
     - `dynamic`: True: the sizes of integer tensors, such as the length of tokens, are captured as symbols, so that
       another length needs no capture of its own; a size that the model or backward="code" must know as a number stays
       one. False: like the sizes of other tensors, they are numbers in the first capture, and symbols once a second
-      length is captured. With a strategy, a plan of fxpipe.plan, or backward="code" over ranks, it counts as False.
+      length is captured. With a strategy or a plan of fxpipe.plan, it counts as False.
       Default True: texts differ in length; the first capture takes longer, as sizes are symbols.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). "auto": as the ops
@@ -196,10 +196,11 @@ def compile(
 
     **code**: what is generated, and what you change of it
 
-    - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): the file of each stage
-      has its backward as code to read, with the user's lines. A stage that cannot be traced keeps autograd; `explain()`
-      and its file say why. Not together with a strategy, `offload` or `compile_stages="device_graphs"`. Default
-      "autograd": it is what the plain model does; backward is no code to read, and what it keeps is an estimate.
+    - `backward`: what computes the gradients in `step()`: "code": the file of each stage has its backward as code to
+      read, with the user's lines; or "autograd". A stage that cannot be traced keeps autograd; `explain()` and its file
+      say why. With "code" a model may be captured again with numbers for its sizes, if more stages can be traced then.
+      Code is not for strategies, ZeRO-3, `offload` and `compile_stages="device_graphs"`; then "auto" is "autograd".
+      Default "auto": code is faster, keeps less, and can be read; autograd computes what cannot be written as code.
     - `overlap_pairs`: with backward="code", forward and backward of different micro-batches side by side on a device
       run as one function that has the lines of both in turns. See docs/guides/schedules.md. Default False: it pays only
       where stages send something in their middle; such stages wait for what they send.

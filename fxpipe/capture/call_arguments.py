@@ -239,7 +239,8 @@ class Arguments:
         lengths: int,
     ) -> Tensor:
         """The stand-in of an argument, whose batch dimension and first `lengths` dimensions are symbols."""
-        form = real.shape, real.stride(), real.dtype, real.device, real.requires_grad, type(real)
+        strides = real.stride() if real.layout is torch.strided else real.layout
+        form = real.shape, strides, real.dtype, real.device, real.requires_grad, type(real)
         key = position, form, dim, rows, lengths
         made = self.twins.get(key)
         if made is None:

@@ -1,6 +1,7 @@
 """The runtime that generated code uses. It does not import the rest of fxpipe."""
 
 from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
+from fxpipe.runtime.autograd.batch_norm_check import check_several_values
 from fxpipe.runtime.autograd.dependency import fork, join
 from fxpipe.runtime.autograd.device_copy import copy, wait
 from fxpipe.runtime.autograd.gradient_sums import accumulate, accumulate_mm
@@ -11,6 +12,6 @@ from .random import Draws
 from .stage import Stage
 
 __all__ = [
-    "Draws", "MicroBatch", "Stage", "accumulate", "accumulate_mm", "checkpoint", "copy", "deferred_batch_norm",
-    "deferred_instance_norm", "fork", "join", "wait",
+    "Draws", "MicroBatch", "Stage", "accumulate", "accumulate_mm", "check_several_values", "checkpoint", "copy",
+    "deferred_batch_norm", "deferred_instance_norm", "fork", "join", "wait",
 ]  # fmt: skip

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxpipe.ir.graph.graph import Op, Origin, Ref, Region, op_name, rename
+from fxpipe.ir.graph.graph import NO_VALUE, Op, Origin, Ref, Region, op_name, rename
 from fxpipe.ir.graph.ops import VIEWS
 from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
+from fxpipe.ir.operators.batch_norm_ops import with_one_value
 from fxpipe.ir.program.backward import Backward
-from fxpipe.ir.program.program import Program, Stage
+from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.readable_ops import (
     readable,
     simplified,
@@ -36,6 +37,8 @@ from fxpipe.passes.pass_context import PassContext
 
 if TYPE_CHECKING:
     from fxpipe.passes.backward.traces import Orders, Piece, Trace
+
+CHECK = RuntimeCall("check_several_values")
 
 
 def lower_backward(program: Program, context: PassContext) -> Program:
@@ -374,6 +377,10 @@ def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[
             raise Refused(f"{op.name} is what another value is, at {op.origin}")
         if None not in piece.results:
             inside.add(op.name)
+        if (x := with_one_value(op, types)) is not None:
+            check = f"{op.name}_checked"
+            types[check] = NO_VALUE
+            found.append(Op(check, CHECK, (x,), {}, NO_VALUE, op.origin))
         found += ops
     wanted = {*stage.gives, *read}
     return _alive_forward(stage, found, wanted)
@@ -384,7 +391,7 @@ def _alive_forward(stage: Stage, ops: Sequence[Op], wanted: set[str]) -> list[Op
     own = {op.name for op in stage.ops}
     kept, needed = [], set(wanted)
     for op in reversed(ops):
-        if op.name in needed or op.name in own or op.writes or op.random:
+        if op.name in needed or op.name in own or op.writes or op.random or op.target is CHECK:
             kept.append(op)
             needed |= {*op.reads, *op.writes}
     return kept[::-1]

@@ -105,6 +105,9 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"{called(op)} makes {op.type}, a size that data decides, at {op.origin}"
         if called(op) in AS_STRIDED:
             return f"as_strided depends on the layout of memory, at {op.origin}"
+    for name in (*stage.takes, *stage.borrows, *stage.states):
+        if name in program.graph.layouts:
+            return f"{name} is {program.graph.layouts[name]}"
     for name in stage.mutates:
         if any(kind.grad for kind in [program.types[name]] if isinstance(kind, TensorType)):
             return f"it writes into {program.state(name).path}, which has a gradient"

@@ -48,7 +48,7 @@ class Net(nn.Module):
 WAYS: dict[str, dict[str, object]] = {
     "plain": {"schedule": "1f1b", "checkpoint": "never"},
     "recomputing": {"schedule": "gpipe", "checkpoint": "always"},
-    "split": {"schedule": "zb-h1", "checkpoint": "never"},
+    "split": {"schedule": "zb-h1", "checkpoint": "never", "backward": "autograd"},
     "code": {"schedule": "zb-h1", "checkpoint": "never", "backward": "code"},
     "compiled": {"schedule": "1f1b", "compile_stages": "aot_eager"},
     "graph_module": {"schedule": "1f1b"},

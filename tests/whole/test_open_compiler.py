@@ -110,7 +110,7 @@ def test_steps_and_saved_packages(tmp_path: Path) -> None:
     plain = quantised(model)
     wanted = plain(x)
     loss(wanted, target).backward()
-    pipe = fxpipe.compile(model, schedule="1f1b", **OPTIONS)
+    pipe = fxpipe.compile(model, schedule="1f1b", backward="autograd", **OPTIONS)
     got = pipe.step(x, target=target, loss_fn=loss, outputs=True)
     torch.testing.assert_close(got[1], wanted.detach())
     assert_gradients(pipe, plain)

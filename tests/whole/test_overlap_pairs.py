@@ -130,7 +130,7 @@ def test_timed_steps_errors_and_saved_packages(tmp_path: Any, pairs: list[str]) 
 
 def test_what_does_not_go_with_pairs_is_refused() -> None:
     for options, message in (
-        ({"backward": "autograd"}, "backward is 'autograd': add backward='code'"),
+        ({"backward": "autograd"}, "autograd computes backward: add backward='code'"),
         ({"compile_stages": True}, "overlap_pairs does not go with compile_stages yet"),
         ({"schedule": "F0 F1+ B0 B1 \n F0 F1 B0 B1", "chunks": 2}, "leave out each \\+, and write overlap_pairs=True"),
     ):

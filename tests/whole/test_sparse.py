@@ -1,5 +1,5 @@
-"""Sparse tensors of a model, as the neighbours in a graph are: gradients by autograd are the model's, and generated
-backward refuses them."""
+"""Sparse tensors of a model, as the neighbours in a graph are: autograd trains the stages that read them, and gradients
+are the model's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.errors import FxpipeError
 
 LAYOUTS = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc}
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* support is in beta")
@@ -44,17 +43,35 @@ def test_gradients_are_the_models(layout: str, learnt: bool) -> None:
     model.zero_grad()
     with closing(fxpipe.compile(model, 2, 2)) as pipe:
         pipe.step(x, target=y, loss_fn=F.mse_loss)
+        assert "by autograd: adjacency is sparse" in pipe.explain()
+        assert any(stage.backward is not None for stage in pipe.build.program.stages)
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, grad)  # it compares layouts too
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_generated_backward_refuses_them(layout: str) -> None:
-    x, y = batch()
-    with closing(fxpipe.compile(Neighbours(LAYOUTS[layout], False), 2, 2, backward="code")) as pipe:
-        with pytest.raises(FxpipeError, match=r"reads a sparse tensor of shape \[6, 6\].*write backward='autograd'"):
-            pipe.step(x, target=y, loss_fn=F.mse_loss)
+class Mixes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
+        return self.last(torch.tanh(neighbours @ self.first(x).t()).t())
+
+
+def test_an_input_is_dense_and_then_sparse() -> None:
+    """Another layout is another kind of call."""
+    model, (x, y), dense = Mixes(), batch(), torch.eye(6, dtype=torch.float64).roll(1, 0)
+    with closing(fxpipe.compile(model, 2, 2, batch_dim={"neighbours": None})) as pipe:
+        for neighbours in (dense, dense.to_sparse(), dense.to_sparse_csr(), dense):
+            model.zero_grad()
+            F.mse_loss(model(x, neighbours), y).backward()
+            expected = [p.grad for p in model.parameters()]
+            model.zero_grad()
+            pipe.step(x, neighbours, target=y, loss_fn=F.mse_loss)
+            torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+            assert ("neighbours is sparse" in pipe.explain()) == (neighbours is not dense)
 
 
 class LooksInside(nn.Module):

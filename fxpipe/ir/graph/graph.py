@@ -206,6 +206,7 @@ class Graph:
     - `checkpointed`: where the model asks torch.utils.checkpoint to recompute, which the plan decides here.
     - `fingerprint`: that of the loss function, which must be the same.
     - `changes`: whether the model changes its arguments, such as a cache, for which capture cares.
+    - `layouts`: for inputs and states that backward as code cannot read, or would copy, how they lie in memory.
     """
 
     model: str
@@ -227,6 +228,7 @@ class Graph:
     checkpointed: Origin | None = None
     fingerprint: tuple[tuple[str, str], ...] = ()
     changes: bool = False
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return show(self)

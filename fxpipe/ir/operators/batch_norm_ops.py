@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fxpipe.ir.graph import op_arguments
 from fxpipe.ir.graph.graph import Op, Ref
+from fxpipe.ir.graph.value_types import TensorType, ValueType
 
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
 
@@ -31,3 +32,14 @@ def arguments(op: Op) -> Mapping[str, Any] | None:
     if op.target is F.batch_norm:
         return op_arguments.arguments(op)
     return op_arguments.by_name(op, _NATIVE) if op.target is torch.batch_norm else None
+
+
+def with_one_value(op: Op, types: Mapping[str, ValueType]) -> Ref | None:
+    """What a batch norm in training normalises, if it may have one value for each channel, which torch refuses: all of
+    its sizes but that of the channels, dimension 1, are 1 or not known."""
+    found = arguments(op)
+    if not found or found["training"] is not True or not isinstance(x := found["input"], Ref):
+        return None
+    kind = types[x.name]
+    sizes = (*kind.shape[:1], *kind.shape[2:]) if isinstance(kind, TensorType) else ()
+    return None if any(type(size) is int and size > 1 for size in sizes) else x

@@ -231,8 +231,8 @@ def _drafted(
     def lowered(plan: Plan) -> Lowered:
         trail: dict[str, Program | Placed] = {}
         found = lower(
-            graph, plan, trail.__setitem__, passes_of(options), samples, backward=options.backward, owners=owners,
-            sizes=sizes,
+            graph, plan, trail.__setitem__, passes_of(options), samples, owners=owners, sizes=sizes,
+            backward="code" if options.coded else "autograd",
         )  # fmt: skip
         return Lowered(plan, found, trail, kept_bytes(found, sizes, not options.ranks))
 
@@ -270,7 +270,7 @@ def _drafted(
                     made,
                     lambda one: costs_of(one, copies),
                     lambda ways: auto_checkpoint(schedule, ways, room, labels, between, sums),
-                    lowered if options.backward == "code" and trains else None,
+                    lowered if options.coded and trains else None,
                     lambda one: check_memory(peaks(one), room),
                 )
             except NothingFits:

@@ -47,7 +47,16 @@ from fxpipe.runtime.microbatch import split_sizes
 from . import batch_statistics, sharded_build
 from .build import Build, build
 from .build_report import borrowed_share, dump
-from .call_binding import batch_size, check_even, kind_of, measured, micro_batch_sizes, with_states
+from .call_binding import (
+    batch_size,
+    check_even,
+    kind_of,
+    layouts,
+    measured,
+    micro_batch_sizes,
+    sparse_inputs,
+    with_states,
+)
 from .checkpoint_choice import tell_of_checkpoints
 from .local_cluster import local_cluster
 from .phase_timing import timed
@@ -90,9 +99,7 @@ class BuildCache:
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
         how["uncut"] = whole and options.place is None
-        code = options.backward == "code"
-        # A strategy is for operators of these sizes, and ranks do not agree on whether backward as code needs numbers.
-        how["dynamic"] = options.dynamic and options.place is None and not (code and options.ranks)
+        how["dynamic"] = options.dynamic and options.place is None  # a strategy is for operators of these sizes
         self.call_capture = CallCapture(model, options.batch_dim, **how)
         self.step_capture = StepCapture(model, options.batch_dim, **how)
         for capture in (self.call_capture, self.step_capture.call_capture):
@@ -129,23 +136,24 @@ class BuildCache:
         if self.options.place is not None:
             check_even(batch_size(graph, inputs), self.options.chunks)
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-        return kind_of(graph, bool(self.model.training), sizes)
+        return *kind_of(graph, bool(self.model.training), sizes), *sparse_inputs(graph, inputs)
 
     def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
         """The build for a kind of call, made if there is none yet."""
         key = self.kind(graph, inputs)
         made = self.builds.get(key)
         if made is None:
-            trained = self.builds.get(kind_of(graph, True, None))
+            trained = None if self.model.training else self.builds.get(kind_of(graph, True, None))
             if trained is not None and not (self.options.ranks or opaques(graph)):  # ranks make all builds together
                 made = in_evaluation(trained)
             else:
                 mode = "training" if self.model.training else "evaluation"
                 found = () if graph.loss is None else rows(self.step_capture.loss_fn)
-                whole = replace(graph, training=bool(self.model.training), fingerprint=found)
+                lie = layouts(graph, self.tensors(graph), inputs, self.options.backward == "code")
+                whole = replace(graph, training=bool(self.model.training), fingerprint=found, layouts=lie)
                 with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                     made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
-                    if self.step_capture.dynamic:
+                    if self.step_capture.dynamic and self.options.backward == "code" and not self.options.ranks:
                         check_lengths(made.program)
             self.builds[key] = made
             if self.home is not None:
@@ -254,6 +262,7 @@ class BuildCache:
     def live(self, made: Build) -> RunningPackage:
         """The build's package, imported and bound to the tensors that the model has now."""
         key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
+        key += tuple(item.name for item in made.graph.inputs if made.graph.layouts.get(item.name) == "sparse")
         others = self.step_capture.tensors if made.graph.loss is not None else {}
         version = self.call_capture.twins.version, self.step_capture.version  # either may have captured a call
         live = self.lives.get(key) or RunningPackage(self.folder.new(), made.files, self.backend)

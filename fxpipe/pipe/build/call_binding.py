@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.evaluate_graph import with_totals
@@ -21,6 +21,7 @@ from fxpipe.runtime.microbatch import scatter, split_sizes
 
 from .build import Build
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 Pairs = list[tuple[Struct, Any]]  # of a template and the value at its place
 
 
@@ -28,6 +29,36 @@ def kind_of(graph: Graph, training: bool, sizes: Mapping[str, int] | None) -> tu
     """The key of the build for a call. Calls that differ only in constants, as after `model.mask = mask`, have the same
     ops and so the same key. `sizes` are given if the build is for these sizes only."""
     return id(graph.ops), training, *(() if sizes is None else sizes.items())
+
+
+def layouts(graph: Graph, tensors: Mapping[str, Tensor], inputs: Sequence[Any], copies: bool) -> dict[str, str]:
+    """As `Graph.layouts`. `copies`: whether generated code is to be used where it copies what is not contiguous. Of
+    inputs only images and volumes with channels last count, for which kernels are faster: others are copied in no
+    time."""
+    found = {}
+    for name, x in (
+        *((state.name, tensors.get(state.path, state.value)) for state in graph.states),
+        *((item.name, x) for item, x in zip(graph.inputs, inputs, strict=False)),
+    ):
+        if not isinstance(x, Tensor) or x.is_nested:
+            continue
+        if x.layout in SPARSE:
+            found[name] = "sparse"
+        elif not copies and not x.is_contiguous() and (isinstance(x, nn.Parameter) or has_channels_last(x)):
+            found[name] = "not contiguous in memory"
+    return found
+
+
+def sparse_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The inputs that are sparse in this call: autograd computes the backward of what reads them."""
+    pairs = zip(graph.inputs, inputs, strict=False)
+    return tuple(item.name for item, x in pairs if isinstance(x, Tensor) and x.layout in SPARSE)
+
+
+def has_channels_last(x: Tensor) -> bool:
+    """Whether the tensor is one of images or volumes, with the channels last in memory."""
+    ways = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in ways and x.is_contiguous(memory_format=ways[x.dim()])
 
 
 def with_states(made: Build, graph: Graph) -> Build:

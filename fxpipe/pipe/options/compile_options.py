@@ -67,7 +67,7 @@ class Options:
     deferred_batch_norm: bool | None = None
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
-    backward: str = "autograd"
+    backward: str = AUTO
     overlap_pairs: bool = False
     memory_limit: int | str | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -80,6 +80,15 @@ class Options:
     def saves_only(self) -> bool:
         """Whether stages recompute where their device then keeps less, as nothing else was said about it."""
         return self.checkpoint == AUTO and self.memory_limit is None and self.plan is None and self.place is None
+
+    @property
+    def coded(self) -> bool:
+        """Whether generated code computes the gradients of a step, in the stages where it can."""
+        if self.backward != AUTO:
+            return self.backward == "code"
+        from fxpipe.torch_internals.tracing.tensors_without_memory import SYMBOLIC_SIZES  # late: takes a second
+
+        return not autograd_because(self) and SYMBOLIC_SIZES.there
 
     @property
     def known_reduce(self) -> str | Mapping[str, str] | None:
@@ -109,12 +118,13 @@ def check(options: Options) -> Options:
         )
     if options.memory_limit is not None:
         check_limit(options)
-    if options.backward == "code":
-        check_code(options)
-    elif "selective" in recomputations(options):
+    because = autograd_because(options)
+    if because and options.backward == "code":
+        raise PlanError(f"backward='code' does not go with {because} yet: leave out one of them")
+    if not options.coded and "selective" in recomputations(options):
         raise PlanError(
-            "checkpoint='selective' says for each value whether it is kept, and autograd decides that by itself: add "
-            "backward='code', or write 'except_last'"
+            "checkpoint='selective' says for each value whether it is kept, and autograd decides that by itself: "
+            + _needs_code(options, "write 'except_last'")
         )
     if options.overlap_pairs:
         check_pairs(options)
@@ -148,23 +158,32 @@ def check_limit(options: Options) -> None:
         )
 
 
-def check_code(options: Options) -> None:
-    """Raise PlanError for options that backward as code does not have yet."""
-    for name, given in {
+def autograd_because(options: Options) -> str:
+    """What of the options generated backward does not go with, as words; "" if nothing."""
+    plan = options.plan
+    shards = options.ranks and plan and plan.optimizer_sharding == "zero3" and any(options.replicas.values())
+    found = {
         "compile_stages='device_graphs'": options.compile_stages == NAME,
         "a plan that cuts operators": options.place is not None,
+        "a plan that shards parameters (ZeRO-3)": shards,
         "offload": bool(options.offload),
-    }.items():
-        if given:
-            raise PlanError(f"backward='code' does not go with {name} yet: leave out one of them")
+    }
+    return next((name for name, given in found.items() if given), "")
+
+
+def _needs_code(options: Options, otherwise: str) -> str:
+    """What to write where generated backward is needed: the end of an error."""
+    if options.backward == AUTO:
+        return f"leave out {autograd_because(options)}, which has no generated backward, or {otherwise}"
+    return f"add backward='code', or {otherwise}"
 
 
 def check_pairs(options: Options) -> None:
     """Raise PlanError for options with which a forward and a backward cannot run as one function."""
-    if options.backward != "code":
+    if not options.coded:
         raise PlanError(
-            f"overlap_pairs puts the lines of a forward and of a backward into one function, and backward is "
-            f"{options.backward!r}: add backward='code', or leave out overlap_pairs"
+            "overlap_pairs puts the lines of a forward and of a backward into one function, and autograd computes "
+            f"backward: {_needs_code(options, 'leave out overlap_pairs')}"
         )
     if options.compile_stages:
         raise PlanError("overlap_pairs does not go with compile_stages yet: leave out one of them")

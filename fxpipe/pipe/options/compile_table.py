@@ -46,7 +46,7 @@ from .option_forms import (
 )
 
 HOW = ("mean", "sum", "cat")  # how the outputs of micro-batches are combined
-BACKWARDS = ("autograd", "code")
+BACKWARDS = (AUTO, "autograd", "code")
 
 
 def _is_grid(value: Any) -> bool:
@@ -191,8 +191,8 @@ GROUPS = {
     )),
     "code": Group("what is generated, and what you change of it", (
         Option("backward", "what computes the gradients of a step: autograd, or generated code",
-               (one_of(*BACKWARDS),), "code", default="autograd",
-               why="it is what the plain model does; backward is no code to read, and what it keeps is an estimate"),
+               (one_of(*BACKWARDS),), "code", default=AUTO,
+               why="code is faster, keeps less, and can be read; autograd computes what cannot be written as code"),
         Option("overlap_pairs", "whether a forward and the backward beside it run as one function", (flag(),), True,
                default=False,
                why="it pays only where stages send something in their middle; such stages wait for what they send"),

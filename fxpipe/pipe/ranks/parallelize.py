@@ -48,6 +48,7 @@ class Parallel:
     - `module`: the module that backward of a step goes through.
     - `beside`: the ranks in the same column of the mesh.
     - `reduces`: whether there are collectives after a step; `gathers`: before or in it.
+    - `splits`: whether stages compute with parts of tensors, by DTensors.
     - `averaged`: the parameters whose gradients DistributedDataParallel averages.
     - `cut`: the paths of the tensors of which each rank uses only a part; `shared`: of these, those that replicas of a
       stage share out, so that each saves its part.
@@ -59,7 +60,7 @@ class Parallel:
         self.part, self.world, self.replicated, self.placed = part, world, replicated, placed
         self.module: nn.Module = part
         self.beside = MeshSync(())
-        self.reduces = self.gathers = False
+        self.reduces = self.gathers = self.splits = False
         self.averaged: tuple[nn.Parameter, ...] = ()
         self.cut: frozenset[str] = frozenset()
         self.shared: Mapping[str, Any] = {}
@@ -85,7 +86,7 @@ class Parallel:
         elif kind == FSDP:
             self._begin_fsdp({path: x.dtype for path, x in tensors.items()})
         elif TENSOR in kinds:
-            self.gathers = True
+            self.gathers = self.splits = True
             distribute_module(made, mesh)  # optimizers want all parameters to be DTensors, or none
             tie_again(made, tensors)
             now = self.tensors()
@@ -188,6 +189,11 @@ class Parallel:
             )
         if any(stage.compiled for stage in scheduler.stages):
             raise FxpipeError("compile_stages is for stages whose tensors are whole; leave it out")
+        if any(stage.graded is not None for stage in scheduler.stages):
+            raise FxpipeError(
+                "the backward of the stages is code for whole tensors: write backward='autograd', or call parallelize "
+                "before the first step"
+            )
 
     # A step -----------------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Decided:
     schedule: Schedule
     profile: Profile
     cluster: Cluster
+    layouts: Mapping[str, str]
 
 
 class RankBuilds:
@@ -163,7 +164,7 @@ class RankBuilds:
             try:
                 with self.world.interrupts.let_in():
                     made = build_here(cache, graph, inputs)
-                decided = Decided(made.plan, made.schedule, made.profile, made.cluster)
+                decided = Decided(made.plan, made.schedule, made.profile, made.cluster, graph.layouts)
             except BaseException as failed:
                 error = failed
             self.world.broadcast((decided, describe(error)))
@@ -226,7 +227,7 @@ def written_loans(world: World, program: Program, tensors: Mapping[str, Tensor])
 
 def build_like(cache: BuildCache, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
     """The build of a graph with the leader's decisions. A strategy decides the same on all ranks."""
-    options = cache.options
+    options, graph = cache.options, replace(graph, layouts=decided.layouts)
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     if options.place is not None:
         return sharded_build.build(graph, sizes, decided.cluster, options, cache.owners, cache.first)

@@ -32,6 +32,7 @@ from fxpipe.pipe.materialize import children_first
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.pipe import Pipe, PipeState
 from fxpipe.runtime.interrupts import Interrupts, ignore
+from fxpipe.schedules.make_schedule import AUTO
 
 from .parallelize import Function, Parallel
 from .process_group import number_pipe, replica_process_group
@@ -282,6 +283,8 @@ class RankPipe(Pipe):
             now = made.tensors()
             release({path: tensors[path] for path in now}, now.values(), lambda path: "a DTensor in pipe.parameters()")
             ranks.parallel = made
+            if made.splits and cache.options.backward == AUTO:
+                cache.options = replace(cache.options, backward="autograd")
             for live in cache.lives.values():
                 scheduler = ranked(live)
                 made.check(scheduler, {})

@@ -31,7 +31,7 @@ SYMBOLIC_SIZES = Capability(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
     ),
     since="2.1",
-    without='backward="code" is refused for sizes that vary',
+    without='autograd computes all gradients, and backward="code" is refused',
 )
 
 __all__ = [

@@ -105,7 +105,7 @@ def test_every_kind_of_action_is_timed(pipes: list[fxpipe.Pipe], schedule: str) 
 def test_times_are_without_waiting_and_the_step_is_with(pipes: list[fxpipe.Pipe]) -> None:
     """The second stage waits for the first most of the time: that is in the timeline, and not in the times."""
     model = nn.Sequential(Slow(0.06, 0.12), Slow(0.006, 0.012))
-    pipe = compiled(pipes, model, schedule="1f1b", checkpoint="never", cut=["1"])
+    pipe = compiled(pipes, model, schedule="1f1b", checkpoint="never", cut=["1"], backward="autograd")
     pipe.step(X, target=Y, loss_fn=F.mse_loss)
     times, _, _ = rehearse(pipe.scheduler, (X, Y), 4, rounds=1)  # type: ignore[arg-type]
     took = times[0].actions

@@ -21,6 +21,7 @@ from fxpipe.engines.common.step_engine import Gradients, Step, StepScheduler
 class Scheduler(StepScheduler):
     devices = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
     inputs = (("image", 0),)
+    sizes = (("b", "image", 0),)
     outputs = (("loss", None, "mean"),)
     feeds = (("image", 0), ("image", 3))
     # of each stage, what of its arguments and of its results has a gradient, and its place there
@@ -45,7 +46,7 @@ class Scheduler(StepScheduler):
         image = m.receive(0, i, "image")
         # all but the last are computed again in backward; skipped when backward runs next
         forward = m.forward if i == m.last else m.forward_to_recompute
-        skip1, skip2 = forward(0, i, image)
+        skip1, skip2 = forward(0, i, image, m[i].b)
         m.send(0, i, "skip1", skip1, to=2)
         m.send(0, i, "skip2", skip2, to=1)
         m.send(0, i, "skip2", skip2, to=2)
@@ -94,7 +95,7 @@ class Scheduler(StepScheduler):
     def forward_3(self, m: Step, i: int) -> None:
         # from the batch, stage 2
         image, cat_2 = m.receive(3, i, "image", "cat_2")
-        loss = m.forward(3, i, image, cat_2)
+        loss = m.forward(3, i, image, cat_2, m[i].b)
         m[i].loss = loss.detach()
 
     def backward_3(self, m: Step, i: int) -> None:
