@@ -18,7 +18,8 @@ from fxpipe.passes import Pass
 from fxpipe.pipe.build.apply_strategy import RequestedPlan
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
-from fxpipe.pipe.options.compile_options import backend_of, check
+from fxpipe.pipe.options.check_options import check
+from fxpipe.pipe.options.compile_options import backend_of
 from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import LOAD

@@ -22,7 +22,7 @@ from fxpipe.pipe.options.option_forms import shown
 from fxpipe.torch_internals.capability import check_torch
 from fxpipe.torch_internals.compiling.stage_compiler import calls_through, left_alone, set_compiler
 
-from .fork_lock import Lock
+from .interpreter.fork_lock import Lock
 from .libraries.library_model import class_for_libraries, device_map, method_of
 from .processes import Processes, Tensors
 

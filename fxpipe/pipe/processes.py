@@ -14,7 +14,7 @@ from fxpipe.engines.common.step_timer import take_step
 from fxpipe.engines.rehearsal.action_profiler import Rehearsed, rehearse
 from fxpipe.ir.timeline import Timeline
 
-from .fork_lock import Lock
+from .interpreter.fork_lock import Lock
 from .ranks.rank_arguments import CallArguments
 from .running_package import RunningPackage
 

@@ -1,12 +1,11 @@
 """The runtime that generated code uses. It does not import the rest of fxpipe."""
 
 from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
-from fxpipe.runtime.autograd.batch_norm_check import check_several_values
 from fxpipe.runtime.autograd.dependency import fork, join
 from fxpipe.runtime.autograd.device_copy import copy, wait
 from fxpipe.runtime.autograd.gradient_sums import accumulate, accumulate_mm
 
-from .deferred_norms import deferred_batch_norm, deferred_instance_norm
+from .deferred_norms import check_several_values, deferred_batch_norm, deferred_instance_norm
 from .microbatch import MicroBatch
 from .random import Draws
 from .stage import Stage

@@ -7,6 +7,8 @@ up sums, and the end of the run commits them once, with the momentum of one mini
 Sums are stored by the buffer they belong to. A recomputation has scratch buffers, whose sums are never committed. A
 norm that a forward calls twice has two sums, which are committed in the order of the calls, as the plain model updates
 twice.
+
+Code that calls the kernel of a batch norm itself has the check of `F.batch_norm` here, too.
 """
 
 from __future__ import annotations
@@ -101,6 +103,12 @@ class Seen:
 _pending: Any = WeakIdKeyDictionary()  # running mean -> Pending; Any, because torch leaves it untyped
 # A counter of a submodule that is kept whole -> its value after each call of a forward, by the number of the call.
 _counted: Any = WeakIdKeyDictionary()
+
+
+def check_several_values(x: Tensor) -> None:
+    """Raise the ValueError of `F.batch_norm` in training if each channel of `x`, its dimension 1, has one value."""
+    if x.numel() == x.shape[1]:
+        F.batch_norm(x, None, None, training=True)
 
 
 def deferred_batch_norm(

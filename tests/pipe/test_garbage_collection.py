@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.pipe.garbage_collection import OBJECTS, rare_collections
+from fxpipe.pipe.interpreter.garbage_collection import OBJECTS, rare_collections
 
 
 @pytest.fixture(autouse=True)

@@ -338,3 +338,34 @@ def test_gradients_that_are_one_value_are_added_up_apart(schedule: str, devices:
         assert ".clone()" in "".join(text for name, text in pipe.build.files.items() if name.startswith("stage"))
     for (name, mine), own in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, own.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Pictures(nn.Module):
+    """Convolutions, of which the first stage has one with its channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("what", ["weights", "input", "transposed", "none"])
+def test_auto_leaves_what_is_not_contiguous_to_autograd(what: str) -> None:
+    """Code would copy it in each step; inputs that are no pictures with channels last are copied."""
+    torch.manual_seed(0)
+    model, x = Pictures().double(), torch.randn(8, 4, 6, 6, dtype=torch.float64)
+    if what == "weights":
+        model.first.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif what == "input":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif what == "transposed":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    twin, pipe = copy.deepcopy(model), fxpipe.compile(model, 2, 4, cut=["last"])
+    pipe.step(x, loss_fn=mean)
+    mean(twin(x)).backward()
+    assert_equal(model, twin)
+    assert [stage.backward is None for stage in pipe.build.program.stages] == [what in ("weights", "input"), False]
+    assert ("not contiguous in memory" in pipe.explain()) == (what in ("weights", "input"))
+    pipe.close()

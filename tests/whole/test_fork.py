@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import FxpipeError
-from fxpipe.pipe.fork_lock import Lock
+from fxpipe.pipe.interpreter.fork_lock import Lock
 from fxpipe.pipe.saved.temporary_folder import Folder
 from tests.helpers.marks import mostly_slow
 

@@ -13,7 +13,8 @@ import fxpipe
 from fxpipe.engines.common.generated_backward import GeneratedBackward
 from fxpipe.errors import PlanError
 from fxpipe.pipe.build.build import predict
-from fxpipe.pipe.options.compile_options import Options, check, device_labels, stage_devices
+from fxpipe.pipe.options.check_options import check
+from fxpipe.pipe.options.compile_options import Options, device_labels, stage_devices
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs
 from tests.whole.test_steps import BATCHES, captured, one_step, reference, stepped, steps_of

@@ -11,12 +11,13 @@ A size that values of tensors decide has a name of its own and a bound, over the
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
-from math import prod
+from typing import Any
 
 from .dtypes import DTYPES
 
@@ -44,7 +45,7 @@ class TensorType:
 
     def numel(self, sizes: Mapping[str, int]) -> int:
         """Elements, with `sizes` giving a number for every symbolic size name."""
-        return prod([dim if type(dim) is int else dim_size(dim, sizes) for dim in self.shape])
+        return math.prod([dim if type(dim) is int else dim_size(dim, sizes) for dim in self.shape])
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes of the elements, without padding or shared storage."""
@@ -105,16 +106,19 @@ def nbytes(type: ValueType, sizes: Mapping[str, int]) -> int:
 
 _OPERATORS: dict[type, Callable[..., int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
+    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.Div: operator.truediv,
 }  # fmt: skip
 _COMPARISONS: dict[type, Callable[..., bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }  # fmt: skip
-# The integer functions that sympy and torch write into a shape expression.
-_FUNCTIONS: dict[str, Callable[..., int]] = {
+# The functions that sympy and torch write into a shape expression.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": max, "Min": min, "max": max, "min": min, "CeilDiv": lambda a, b: -(-a // b),
     "CleanDiv": operator.floordiv, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc, "RoundToInt": round,
+    "ToFloat": lambda a: 1.0 * a, "FloatTrueDiv": operator.truediv, "IntTrueDiv": operator.truediv,
+    "PowByNatural": operator.pow, "FloatPow": operator.pow,
 }  # fmt: skip
 
 
@@ -166,10 +170,13 @@ def dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
 
     >>> dim_size("2*b + s1//2", {"b": 4, "s1": 6}), dim_size("u0<=12*b", {"b": 4})
     (11, 48)
+    >>> dim_size("CeilToInt(FloatTrueDiv(ToFloat(-b) - ToFloat(b), -1.0))", {"b": 4})
+    8
     """
     if isinstance(dim, int):
         return dim
-    return sizes[dim] if dim in sizes else _evaluate(_parse(dim), sizes)
+    size: int = sizes[dim] if dim in sizes else _evaluate(_parse(dim), sizes)
+    return size
 
 
 def holds(condition: str, sizes: Mapping[str, int]) -> bool:
@@ -196,9 +203,9 @@ def _is_true(node: ast.expr, sizes: Mapping[str, int]) -> bool:
     raise ValueError(f"cannot tell whether {ast.unparse(node)!r} holds")
 
 
-def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
+def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> Any:
     match node:
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value) | float(value)):
             return value
         case ast.Name(id=name) if name in sizes:
             return sizes[name]

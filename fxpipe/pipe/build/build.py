@@ -35,6 +35,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import KEPT, WITH_PARAMETERS, Timeline
 from fxpipe.passes import lower
+from fxpipe.pipe.options.backward_options import is_coded
 from fxpipe.pipe.options.chosen_options import chosen_lines
 from fxpipe.pipe.options.compile_options import Options, schedule_text
 from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
@@ -232,7 +233,7 @@ def _drafted(
         trail: dict[str, Program | Placed] = {}
         found = lower(
             graph, plan, trail.__setitem__, passes_of(options), samples, owners=owners, sizes=sizes,
-            backward="code" if options.coded else "autograd",
+            backward="code" if is_coded(options) else "autograd",
         )  # fmt: skip
         return Lowered(plan, found, trail, kept_bytes(found, sizes, not options.ranks))
 
@@ -270,7 +271,7 @@ def _drafted(
                     made,
                     lambda one: costs_of(one, copies),
                     lambda ways: auto_checkpoint(schedule, ways, room, labels, between, sums),
-                    lowered if options.coded and trains else None,
+                    lowered if is_coded(options) and trains else None,
                     lambda one: check_memory(peaks(one), room),
                 )
             except NothingFits:

@@ -32,7 +32,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
-from fxpipe.pipe.garbage_collection import rare_collections
+from fxpipe.pipe.interpreter.garbage_collection import rare_collections
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.running_package import RunningPackage, Scheduler

@@ -31,7 +31,7 @@ from fxpipe.codegen.package.load_package import bind
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.errors import CaptureError, InputError, warn
 from fxpipe.ir.graph.value_types import TensorType, ValueType
-from fxpipe.pipe.fork_lock import Lock
+from fxpipe.pipe.interpreter.fork_lock import Lock
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.running_package import RunningPackage

@@ -20,7 +20,7 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.passes import lower, rewrite_placed
-from fxpipe.pipe.options.chosen_options import reduce_lines
+from fxpipe.pipe.options.chosen_options import lines_of_strategy
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.user_passes import passes_of
 from fxpipe.planning import owners
@@ -91,7 +91,7 @@ def build(
     simulated = partial(simulate, schedule, costs, between, labels)
     return Build(
         graph, sizes, cluster, profile, decided, schedule, program, trail, simulated, files, whole, placed.cuts,
-        chosen=reduce_lines(options, graph),
+        chosen=lines_of_strategy(options, graph),
     )  # fmt: skip
 
 

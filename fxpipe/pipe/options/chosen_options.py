@@ -10,6 +10,7 @@ from fxpipe.ir.program.kept_bytes import KeptBytes
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.schedules.make_schedule import AUTO, IN_TURN, WARM
 
+from .backward_options import autograd_because
 from .compile_options import Options, every_device
 
 
@@ -34,6 +35,7 @@ def chosen_lines(
         "stages_per_device": _stages_per_device(options, schedule),
         "warmup": _warmup(options, graph, schedule),
         "checkpoint": _checkpoint(options, plan, memory, kept),
+        "backward": _backward(options, graph),
     }
     chosen = [f'{name}="auto" chose {what}' for name, what in found.items() if what]
     if options.plan is None and options.place is None:
@@ -43,10 +45,15 @@ def chosen_lines(
     return tuple(chosen)
 
 
-def reduce_lines(options: Options, graph: Graph) -> tuple[str, ...]:
-    """The line for a plan that cuts operators: the others decide nothing there."""
-    what = _reduce(options, graph)
-    return (f'reduce="auto" chose {what}',) if what else ()
+def lines_of_strategy(options: Options, graph: Graph) -> tuple[str, ...]:
+    """The lines for a plan that cuts operators: the other options decide nothing there."""
+    found = {"reduce": _reduce(options, graph), "backward": _backward(options, graph)}
+    return tuple(f'{name}="auto" chose {what}' for name, what in found.items() if what)
+
+
+def _backward(options: Options, graph: Graph) -> str:
+    because = autograd_because(options) if options.backward == AUTO and graph.loss is not None else ""
+    return f"autograd: {because} has no generated backward" if because else ""
 
 
 def _reduce(options: Options, graph: Graph) -> str:

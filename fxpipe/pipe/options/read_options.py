@@ -28,7 +28,8 @@ from fxpipe.pipe.results.planned import Planned, cluster_in
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.schedules.make_schedule import AUTO
 
-from .compile_options import Options, Place, check, deal, device_labels, is_local, stage_devices
+from .check_options import check
+from .compile_options import Options, Place, deal, device_labels, is_local, stage_devices
 from .compile_table import COMPILE
 from .option_conflicts import refuse_beside_plan, refuse_beside_strategy, refuse_optimizer_sharding
 from .option_forms import Default

@@ -1,0 +1,1 @@
+"""What the whole process has once: its forks, and its collector of garbage."""
