@@ -24,7 +24,7 @@ from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 SMALL = (3, 5, 7, 11, 13)
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
-LEAST = 29  # by smaller ones, no size is recognised
+LEAST = 29  # by smaller ones, no size is recognised, unless all are small
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 
@@ -33,7 +33,9 @@ class Sizes:
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
-    - `small`: whether the primes are small; sizes that become plain numbers are not recognised then.
+    - `small`: whether the primes are small. A plain number may be taken for a size then that is none: the trace serves
+      only to be compared with another one.
+    - `least`: the smallest prime by which a size is recognised.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
     - `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
 
@@ -50,7 +52,7 @@ class Sizes:
         small: bool = False,
         conditions: Sequence[str] = (),
     ) -> None:
-        self.symbolic, self.known = symbolic, conditions
+        self.symbolic, self.known, self.least = symbolic, conditions, 2 if small else LEAST
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
         self._held: dict[sympy.Expr, bool] = {}
@@ -120,7 +122,7 @@ class Sizes:
     def _recognised(self, number: int) -> Dim:
         found = sympy.Integer(1)
         for name, prime in self.primes.items() if number else ():
-            while prime >= LEAST and number % prime == 0:
+            while prime >= self.least and number % prime == 0:
                 number, found = number // prime, found * sympy.Symbol(name, integer=True)
                 self.guessed |= prime not in PRIMES
         return number if found == 1 else str(number * found)

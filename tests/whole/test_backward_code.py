@@ -369,3 +369,28 @@ def test_auto_leaves_what_is_not_contiguous_to_autograd(what: str) -> None:
     assert [stage.backward is None for stage in pipe.build.program.stages] == [what in ("weights", "input"), False]
     assert ("not contiguous in memory" in pipe.explain()) == (what in ("weights", "input"))
     pipe.close()
+
+
+class Upsampled(nn.Module):
+    """torch knows no symbol for the size of what is upsampled, and asks whether a convolution has 16 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(12, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.interpolate(F.max_pool2d(torch.relu(self.norm(self.first(x))), 2), scale_factor=2)
+        return self.last(torch.cat([x, y], 1))
+
+
+def test_ops_that_ask_for_a_number_of_samples_are_the_same_for_all() -> None:
+    torch.manual_seed(0)
+    model = Upsampled().double()
+    twin, pipe = copy.deepcopy(model), fxpipe.compile(model, 2, 2)
+    for samples in (40, 8, 3):
+        x = torch.randn(samples, 4, 6, 6, dtype=torch.float64)
+        pipe.step(x, loss_fn=mean)
+        mean(twin(x)).backward()
+        assert_equal(model, twin)
+        assert "by autograd" not in pipe.explain()
+    pipe.close()
