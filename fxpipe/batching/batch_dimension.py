@@ -30,11 +30,9 @@ from fxpipe.ir.graph.ops import (
     ALONG,
     ARITHMETIC,
     BEHIND,
-    JOINS,
     LIKE,
     POINTWISE,
     RECURRENT,
-    RESHAPES,
     SIZES,
     SPLIT_OPS,
     WITHIN_LAST,
@@ -42,11 +40,12 @@ from fxpipe.ir.graph.ops import (
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType, in_vmap, sized_by_data, tensors
 from fxpipe.ir.once import once
 
-from .batch_facts import Flow, Mixes, batch_dims, many, multiple, number, returns_what_it_writes
+from .batch_facts import Flow, Mixes, batch_dims, multiple, number, returns_what_it_writes
 from .data_sizes import first_equal
 from .op_errors import refuse
 from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at
-from .selected_rows import check_selection, outer_of_selection
+from .sample_order import check_meeting_rows, check_order, check_split, forget_alike, note_order
+from .selected_rows import check_selection
 from .sorted_rows import follow_sorted
 
 # Ops that work element by element, also in a vmap.
@@ -73,6 +72,7 @@ def follow(graph: Graph) -> Flow:
         for name in written - {op.name}:
             flow.places.pop(name, None)
             flow.masks.pop(name, None)
+        forget_alike(written, flow)
         if written and not written - states and returns_what_it_writes(op):
             for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled, flow.sorted):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
@@ -102,15 +102,15 @@ def _follow(op: Op, flow: Flow) -> None:
         if dims and called(op) in COUNT | SHUFFLE:
             flow.counted[op.name] = op
         _check(op, flow, (count,))
-        if dims:
-            flow.outer[op.name] = _outer(op, flow)
+        note_order(op, flow)
         return
     flow.depends.add(op.name)
     _check(op, flow, CHECKS)
     _note_scale(op, flow)
+    note_order(op, flow)
     if dims:
-        flow.outer[op.name] = _outer(op, flow)
-    elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType) or flow.pooled.keys() >= set(reads):
+        return
+    if any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType) or flow.pooled.keys() >= set(reads):
         flow.pooled[op.name] = next((flow.pooled[name] for name in reads if name in flow.pooled), op)
 
 
@@ -136,18 +136,6 @@ def _check_shape(op: Op, flow: Flow) -> None:
                 raise Mixes(op, f"takes a part of the batch: {kind}")
 
 
-def _check_reshape(op: Op, flow: Flow) -> None:
-    """Raise Mixes if a reshape puts sizes before the batch that were behind it: `x.view(4, -1)` of an f32[12*b]."""
-    first = next((ref.name for ref in refs(op.args[:1])), "")
-    kind, made = flow.types.get(first), op.type
-    if op_name(op) not in RESHAPES or not isinstance(kind, TensorType) or not isinstance(made, TensorType):
-        return
-    if len(batch_dims(kind)) == len(batch_dims(made)) == 1:
-        before = flow.outer.get(first, 1) * prod(number(size) for size in kind.shape[: batch_dims(kind)[0]])
-        if before % prod(number(size) for size in made.shape[: batch_dims(made)[0]]):
-            raise Mixes(op, f"takes samples apart: {kind} becomes {made}")
-
-
 def _check_dimension(op: Op, flow: Flow) -> None:
     """Raise Mixes if an op that runs over a dimension runs over that of the batch."""
     name = called(op).rstrip("_")
@@ -164,7 +152,7 @@ def _check_dimension(op: Op, flow: Flow) -> None:
     elif name == "getitem" and isinstance(item_at(op.args[1], batch, flow), Ref):
         return  # each is looked up by its number, or selected
     elif name in SPLIT_OPS or name in ("getitem", "narrow", "select"):
-        _check_split(op, kind, batch, flow.outer.get(first or "", 1))
+        check_split(op, kind, batch, flow)
     elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
         raise refuse(
             op, "squeeze without a dimension also takes away a batch of one", "name the dimension, as in x.squeeze(1)"
@@ -225,17 +213,6 @@ def _check_terms(op: Op, flow: Flow) -> None:
         pairs = [(term, batch_dims(flow.types[one.name])) for term, one in zip(letters, operands, strict=True)]
         if len({term[dims[0]] for term, dims in pairs if dims}) > 1:
             raise Mixes(op, f"sums over samples in {terms!r}")
-
-
-def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
-    """Raise Mixes unless the pieces of a dimension that contains the batch are whole batches."""
-    pieces = list(tensors(op.type))
-    many = multiple(kind.shape[batch]) or 1
-    for piece in pieces:
-        dims = batch_dims(piece)
-        size = multiple(piece.shape[dims[0]]) if dims else many
-        if size != many and (size is None or many % outer or size % (many // outer)):
-            raise Mixes(op, f"cuts {kind} along the batch")
 
 
 def _check_time(op: Op, flow: Flow) -> None:
@@ -309,7 +286,7 @@ CHECKS = (
     count,
     _check_opaque,
     _check_shape,
-    _check_reshape,
+    check_order,
     _check_dimension,
     _check_terms,
     check_lookup,
@@ -317,6 +294,7 @@ CHECKS = (
     _check_vmap,
     _check_meeting,
     check_selection,
+    check_meeting_rows,
 )
 
 
@@ -329,43 +307,6 @@ def _note_scale(op: Op, flow: Flow) -> None:
         flow.scaled[op.name] = Mixes(op, "computes with the batch size, which is another one in a micro-batch")
     elif met := next((flow.scaled[name] for name in op.reads if name in flow.scaled), None):
         flow.scaled[op.name] = met
-
-
-def _outer(op: Op, flow: Flow) -> int:
-    """The size of what stands before the batch in its dimension of the result."""
-    kinds = [kind for kind in tensors(op.type) if batch_dims(kind)]
-    kind = kinds[0]
-    dim, rows = batch_dims(kind)[0], many(kind) or 1
-    if rows == 1:
-        return 1
-    if (of_selection := outer_of_selection(op, flow)) is not None:
-        return of_selection
-    name = called(op)
-    sources = [(source, flow.types[source]) for source in op.reads if batch_dims(flow.types[source])]
-    if name in JOINS and _joins_along(op, kind, dim):
-        joined = [ref.name for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
-        alike = len({(many(flow.types[one]), flow.outer.get(one, 1)) for one in joined}) == 1
-        return len(joined) * flow.outer.get(joined[0], 1) if alike else rows
-    if name in ("repeat", "tile") and sources:
-        return rows // (many(sources[0][1]) or 1) * flow.outer.get(sources[0][0], 1)
-    if not sources:
-        return 1
-    source, type = sources[0]
-    if name in RESHAPES and isinstance(type, TensorType):
-        where = batch_dims(type)[0]
-        before = flow.outer.get(source, 1) * prod(number(size) for size in type.shape[:where])
-        after = prod(number(size) for size in kind.shape[:dim])
-        return max(1, before // after)
-    return max(flow.outer.get(source, 1) for source, _ in sources)
-
-
-def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
-    """Whether the op concatenates along the dimension of the batch."""
-    if called(op) == "stack":
-        return False
-    given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", op.kwargs.get("axis", 0))
-    along = {"hstack": min(1, len(kind.shape) - 1), "vstack": 0}.get(called(op), given)
-    return not isinstance(along, int) or along % len(kind.shape) == batch
 
 
 def _ints(given: Any) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Op, called
@@ -51,6 +52,14 @@ class Places:
     of: frozenset[str] = frozenset()
 
 
+class Part(NamedTuple):
+    """Rows of samples, `many` of each, in a dimension that has the batch: `block` of the first sample, as many of each
+    other, then the next of the first (`sample_order.py`)."""
+
+    many: int
+    block: int
+
+
 @dataclass
 class Flow:
     """What is known about each value, by name.
@@ -60,7 +69,11 @@ class Flow:
     - `pooled`: for values without batch dimension that depend on the samples, the op that pooled them.
     - `counted`: for numbers of the samples (`arange`, `randperm`), the op that made them.
     - `places`: for those of them that find each sample's own rows, which rows these are.
-    - `outer`: the size of what stands before the batch in its dimension (1: the batch is the slowest part).
+    - `order`: for values with samples, the parts of the dimension that has them.
+    - `alike`: values of which all rows in that dimension are alike.
+    - `begins`: for values of which this is so of the first elements of another dimension, the dimension, from the last,
+      and how many.
+    - `drawn`: values that are made of random numbers, and not of samples.
     - `mixed`: for values in which samples were mixed, the error.
     - `scaled`: for samples that were computed with the batch size, the error.
     - `vmaps`: for values in a vmap over the batch, the op that entered the vmap.
@@ -79,7 +92,10 @@ class Flow:
     pooled: dict[str, Op] = field(default_factory=dict)
     counted: dict[str, Op] = field(default_factory=dict)
     places: dict[str, Places] = field(default_factory=dict)
-    outer: dict[str, int] = field(default_factory=dict)
+    order: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)
+    begins: dict[str, tuple[int, int]] = field(default_factory=dict)
+    drawn: set[str] = field(default_factory=set)
     mixed: dict[str, CaptureError] = field(default_factory=dict)
     scaled: dict[str, Mixes] = field(default_factory=dict)
     vmaps: dict[str, str] = field(default_factory=dict)
@@ -87,6 +103,16 @@ class Flow:
     sorted: dict[str, Sorted] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
     masks: dict[str, str] = field(default_factory=dict)
+
+    def parts(self, value: str) -> tuple[Part, ...]:
+        """The order of the rows of a value with samples."""
+        rows = many(self.types[value]) or 1
+        return self.order.get(value, (Part(rows, rows),))
+
+    def outer(self, value: str) -> int:
+        """How often the rows of a value begin with the first sample again; 1: these are one sample's after
+        another's."""
+        return sum(part.many // part.block for part in self.parts(value))
 
     def mixes(self, value: str) -> CaptureError | None:
         """Why a value is another one if the batch is cut, as its samples are mixed or not in their order; or None."""
@@ -106,7 +132,10 @@ def batch_dims(kind: ValueType) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def multiple(size: Dim) -> int | None:
     """The factor between a dimension and the batch size; None if it is not a multiple, as `b - 1`."""
-    one, two, five = (number(size, rows) for rows in (1, 2, 5))
+    try:
+        one, two, five = (number(size, rows) for rows in (1, 2, 5))
+    except ZeroDivisionError:  # 8*b//(b//2)
+        return None
     return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
 
 

@@ -82,7 +82,7 @@ def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
     whole = isinstance(kind, TensorType) and multiple(kind.shape[dim]) is not None
     if (mixes := flow.mixes(value)) is not None and not whole:
         raise mixes
-    if not whole or (flow.outer.get(value, 1) > 1 and value != graph.loss):  # a loss is summed: order does not matter
+    if not whole or (flow.outer(value) > 1 and value != graph.loss):  # a loss is summed: order does not matter
         raise refuse(
             op,
             f"the output {value}, {kind}, has other things before the batch in one dimension, so that micro-batches "

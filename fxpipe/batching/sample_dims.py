@@ -22,7 +22,7 @@ def sample_dims(graph: Graph) -> dict[str, int | None]:
         dims = batch_dims(kind)
         if isinstance(kind, TensorType) and dims and not sized_by_data(kind):
             whole = len(dims) == 1 and multiple(kind.shape[dims[0]]) is not None
-            if whole and flow.outer.get(name, 1) == 1 and name not in flow.counted and name not in flow.sorted:
+            if whole and flow.outer(name) == 1 and name not in flow.counted and name not in flow.sorted:
                 found[name] = dims[0]
         elif isinstance(kind, (TensorType, ScalarType)) and name not in changing:
             found[name] = None

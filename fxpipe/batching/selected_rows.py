@@ -18,11 +18,11 @@ from math import prod
 from fxpipe.ir.graph.graph import Op, Ref, op_name, refs
 from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.graph.ops import CASTS, JOINS
+from fxpipe.ir.graph.ops import CASTS
 from fxpipe.ir.graph.value_types import TensorType, ValueType, data_sizes, dim_size, tensors
 from fxpipe.runtime.microbatch import checked_places
 
-from .batch_facts import Flow, Mixes, batch_dims, many, number
+from .batch_facts import Flow, Mixes, batch_dims, number
 from .data_sizes import mask_of
 
 PUTS = {"setitem", "index_put", "masked_scatter"}
@@ -56,7 +56,7 @@ def outer_of_selection(op: Op, flow: Flow) -> int | None:
     kind = flow.types[mask]
     if not isinstance(kind, TensorType) or not batch_dims(kind):
         return 1
-    return flow.outer.get(mask, 1) * prod(number(size) for size in kind.shape[: batch_dims(kind)[0]])
+    return flow.outer(mask) * prod(number(size) for size in kind.shape[: batch_dims(kind)[0]])
 
 
 def check_selection(op: Op, flow: Flow) -> None:
@@ -72,7 +72,7 @@ def check_selection(op: Op, flow: Flow) -> None:
         if value in batched and batch_dims(flow.types[mask]):
             batched.remove(value)
             named = _named_by(_of_rows(mask, flow), flow)
-            if named not in selected(flow.types[value]) or flow.outer.get(value, 1) > 1:
+            if named not in selected(flow.types[value]) or flow.outer(value) > 1:
                 what = f"puts rows of {flow.types[value]} where a mask is true that has not selected them"
                 in_order = _in_order(mask, value, flow)
                 if not in_order or not _is_checked(mask, value, flow):
@@ -87,14 +87,11 @@ def check_selection(op: Op, flow: Flow) -> None:
     if len({selected(flow.types[name]) for name in batched}) > 1:
         kinds = ", ".join(str(flow.types[name]) for name in batched)
         raise Mixes(op, f"pairs rows that data selects with others: {kinds}")
-    orders = {flow.outer.get(name, 1) for name in batched if many(flow.types[name]) == many(op.type)}
-    if len(orders) > 1 and op_name(op) not in JOINS:
-        raise Mixes(op, "pairs rows of samples that are in different orders")
 
 
 def _in_order(mask: str, value: str, flow: Flow) -> bool:
     """Whether the places where a mask is true, and the rows that are put there, are one sample's after another's."""
-    return all(batch_dims(flow.types[name]) == (0,) and flow.outer.get(name, 1) == 1 for name in (mask, value))
+    return all(batch_dims(flow.types[name]) == (0,) and flow.outer(name) == 1 for name in (mask, value))
 
 
 def _is_checked(mask: str, value: str, flow: Flow) -> bool:
@@ -143,4 +140,4 @@ def _has_own_targets(op: Op, flow: Flow) -> bool:
         return False
     names, mask = selected(flow.types.get(targets, op.type)), lengths.args[0].name
     counts = isinstance(lengths.type, TensorType) and len(lengths.type.shape) == 1 and batch_dims(lengths.type) == (0,)
-    return counts and _named_by(mask, flow) in names and flow.outer.get(targets, 1) == 1
+    return counts and _named_by(mask, flow) in names and flow.outer(targets) == 1

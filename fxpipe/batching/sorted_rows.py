@@ -54,7 +54,7 @@ def _sort(op: Op, flow: Flow) -> Sorted | None:
     if name not in ("sort", "argsort") or kind is None or len(kind.shape) != 1 or not multiple(kind.shape[0]):
         return None
     keys = op.args[0].name
-    if argument(op, 2, "descending") or keys in flow.counted or flow.outer.get(keys, 1) > 1:
+    if argument(op, 2, "descending") or keys in flow.counted or flow.outer(keys) > 1:
         return None
     sort = Mixes(op, f"{name} runs along the batch, dimension 0 of {kind}")
     return Sorted(sort, kind.shape[0], "pair" if name == "sort" else "positions")
