@@ -95,8 +95,8 @@ class Call(NamedTuple):
     - `batch`: the batch size; `rows`: that of the stand-ins; None if nothing is cut.
     - `names`: the name of each argument.
     - `target`: the target by its name, if there is one.
-    - `objects`: the user's own objects among the arguments.
-    - `lists`: the paths of lists whose items are the samples.
+    - `objects`: the user's own objects among them; `lists`: the paths of lists whose items are the samples;
+      `supposed`: of those lists that only seem to be some.
     """
 
     args: tuple[Any, ...]
@@ -110,6 +110,7 @@ class Call(NamedTuple):
     rest: tuple[Any, ...] = ()
     objects: ArgumentObjects = NO_OBJECTS
     lists: tuple[str, ...] = ()
+    supposed: tuple[str, ...] = ()
 
 
 class Arguments:
@@ -205,8 +206,7 @@ class Arguments:
                 self.batch_dim, [path for path, _, _ in reals], (*self.signature.parameters, self.target), self.open
             )
         batch = common_size(reals)
-        # A dimension of size one is not symbolic for Dynamo.
-        rows = None if batch is None else rows or max(2, max(self.sizes(batch)))
+        rows = None if batch is None else rows or max(2, max(self.sizes(batch)))  # Dynamo has no symbol for one
         leaves: dict[int, Leaf] = {}
         by_real: dict[int, Tensor] = {}
         for position, (path, real, dim) in enumerate(reals):
@@ -227,7 +227,8 @@ class Arguments:
         given = (new, new_kwargs) if request.targets is None else (new, new_kwargs, aims)
         target = dict(zip((self.target,), aims, strict=False))
         objects.begin()
-        return Call(new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects, (*lists,))
+        made = Call(new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects, (*lists,))
+        return made._replace(supposed=tuple(path for path in lists if lists[path][1].supposed))
 
     def twin(
         self,

@@ -15,7 +15,7 @@ A model that mixes samples between its layers gets none: the layers behind would
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from fxpipe.batching.mixed_samples import Reduce, find_mixed, said
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, State, op_name, rename
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.ops import PERMUTATIONS, RESHAPES
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, sized_by_data
@@ -97,7 +98,7 @@ class _Search:
             op = self.flow.made[waiting.pop()]
             if op.name in self.inside:
                 continue
-            if op.random or op.writes:
+            if op.random or _written(op):
                 raise _Inseparable
             self.inside.add(op.name)
             for name in op.reads:
@@ -143,7 +144,7 @@ def _split(search: _Search, wanted: Sequence[str], values: Sequence[str]) -> tup
         inputs=tuple(items),
         sizes=(),
         states=tuple(state for state in graph.states if state.kind == "constant" and state.name in read),
-        ops=tuple(rename(op, renamed) for op in (*sizes, *ops)),
+        ops=tuple(rename(replace(op, writes=()), renamed) for op in (*sizes, *ops)),
         outputs=tuple(results),
         call=(tuple(Ref(item.name) for item in items), {}),
         result=tuple(Ref(output.value) for output in results),
@@ -181,9 +182,15 @@ def _sizes(search: _Search, ops: Sequence[Op]) -> tuple[list[Op], list[str]]:
 def _check_writes(graph: Graph, taken: Sequence[str]) -> None:
     """Raise _Inseparable if an op writes into the memory of a value after it is made."""
     root, made = memory(graph.ops, graph.types), {op.name: at for at, op in enumerate(graph.ops)}
-    last = {root(name): at for at, op in enumerate(graph.ops) for name in op.writes}
+    last = {root(name): at for at, op in enumerate(graph.ops) for name in _written(op)}
     if any(last.get(root(name), -1) > made.get(name, -1) for name in taken):
         raise _Inseparable
+
+
+def _written(op: Op) -> Collection[str]:
+    """The values that an op writes. A submodule kept whole may write any of its buffers, and runs show whether it
+    does."""
+    return () if isinstance(op.target, Opaque) and not op.target.writes else op.writes
 
 
 def _handed_on(name: str, graph: Graph, names: Names, user: Op | None) -> Op | None:

@@ -9,7 +9,7 @@ from fxpipe.capture.call_kinds import Attempt
 from fxpipe.capture.capture_errors import LOOKS_INTO_RESULT, Refused, failed
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.twins.twin import Twins
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, InputError
 
 from .first_call import SIGNS, warm
 from .learn_outputs import learn
@@ -37,6 +37,8 @@ def another_way(pieces: Pieces, function: Callable[..., Any], attempt: Attempt, 
         except Refused as error:
             tried.append(error)
             return None
+        except InputError:  # of lists that may be anything
+            raise
         except Exception as error:  # the model's own
             tried.append(failed(error, "running it, to see what a submodule returns"))
             return None

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fxpipe.errors import InputError
+from fxpipe.ir.graph.opaque_call import Gives, Opaque, Promise
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -52,6 +55,20 @@ def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bo
     floats = [x.is_floating_point() or x.is_complex() for x, *_ in map(_tensors, one.returned)]
     in_order = all(same for same, float in zip(returned, floats, strict=True) if not float)
     return not all(returned) if all(given) and in_order else None
+
+
+def check_supposed(lists: Sequence[str], rows: int, opaque: Opaque, promise: Promise) -> None:
+    """Raise InputError if a call that looks into lists of as many items as samples is not seen to make each sample's
+    result of its own item: they may be anything else. A result without samples needs the whole batch, so all items."""
+    shapes = [one.shape for one in promise.gives if isinstance(one, Gives)]
+    of_samples = any(not isinstance(size, int) for shape in shapes for size in shape)
+    if lists and promise.lists and promise.mixes is not False and of_samples:
+        raise InputError(
+            f"{' and '.join(lists)} may have an item for each sample, or something else: {opaque}, which looks into "
+            f"lists of {rows} items for {rows} samples, is not seen to make each sample's result of its own item; "
+            f"write batch_dim={dict.fromkeys(lists)} to give a list whole to every micro-batch, or 'items' for a list "
+            "whose items are the samples"
+        )
 
 
 def _alike(one: Tensor, two: Tensor, rows: int, samples: Sequence[int]) -> bool:

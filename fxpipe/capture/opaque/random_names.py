@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from types import CodeType, FunctionType
+from types import CodeType
 
 from torch import nn
 
@@ -19,22 +19,29 @@ DRAWS = re.compile(
 
 
 def may_draw(module: nn.Module, uses: Collection[str] | None, called: CodeType | None) -> bool:
-    """Whether code names a function that may draw random numbers: that of the module, or of the function that is
-    `called` in its place, and of submodules that are used."""
+    """Whether code names a function that may draw random numbers: forward of the module, or what is `called` in its
+    place, forward of the submodules that are used, and the methods that these name."""
     parts = [*([module] if called is None else []), *(part for _, part in used_modules(module, uses))]
     scripts = [part.script for part in parts if isinstance(part, ScriptTwin)]
     words = {word for script in scripts for word in re.findall(r"\w+", getattr(script, "code", ""))}
-    codes = [
-        function.__code__
-        for part in parts
-        for kind in type(part).__mro__
-        if issubclass(kind, nn.Module) and kind is not nn.Module
-        for function in vars(kind).values()
-        if isinstance(function, FunctionType) and not function.__name__.startswith(("__", "reset_", "extra_repr"))
-    ]
-    return any(map(DRAWS.fullmatch, words.union(*map(names_in, [*codes, *([called] if called else [])]))))
+    methods: dict[str, set[CodeType]] = {}
+    for part in parts:
+        for kind in type(part).__mro__:
+            if issubclass(kind, nn.Module) and kind is not nn.Module:
+                for name, function in vars(kind).items():
+                    code = getattr(getattr(function, "fget", function), "__code__", None)  # of a property, its getter
+                    if isinstance(code, CodeType) and not (called and part is module and name == "forward"):
+                        methods.setdefault(name, set()).add(code)
+    waiting = [*([called] if called else []), *methods.pop("forward", ())]
+    while waiting:
+        words |= (new := names_in(waiting.pop()))
+        waiting += [code for name in new for code in methods.pop(name, ())]
+    return any(map(DRAWS.fullmatch, words))
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes in code, also in that of functions inside of it."""
-    return {*code.co_names}.union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    """The names of globals and attributes in code, and its texts, which may be such names; also in that of functions
+    inside of it."""
+    texts = (text for text in code.co_consts if isinstance(text, str))
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names, *texts}.union(*inner)

@@ -3,14 +3,17 @@ and what a trace is given for them.
 
     images      f32[2, 3, 8, 8]                                      two samples
     targets     [{"boxes": f32[3, 4]}, {"boxes": f32[1, 4]}]         a list of two items, one a sample
+    masks       [f32[3, 8, 8], f32[1, 8, 8]]                         taken for one, and what reads it is tested
     levels      [f32[2, 8], f32[2, 4], f32[2, 2]]                    no such list: each tensor has two rows
 
-A list of as many tensors as there are samples may be anything, such as one for each layer: the user has to say so.
+A list of as many tensors as there are samples may be anything, such as one for each layer. Where they cannot be rows of
+the samples it is `supposed`: what looks into it runs twice, and each sample must have the same result beside others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, Never
 
@@ -41,11 +44,12 @@ class UntracedList(HiddenItems, list[Any]):
     itself.
 
     - `each`: that of `SampleList`.
+    - `supposed`: only its length says that its items are the samples.
     """
 
-    def __init__(self, each: Any) -> None:
+    def __init__(self, each: Any, supposed: bool = False) -> None:
         super().__init__()
-        self.each, self.end_trace = each, _end_of_trace(LOOKS_INTO_LIST)
+        self.each, self.supposed, self.end_trace = each, supposed, _end_of_trace(LOOKS_INTO_LIST)
 
     def __len__(self) -> int:
         return tensors_of(self.each)[0].shape[0]
@@ -158,8 +162,9 @@ def untraced_lists(
     """The lists among the named arguments whose items are the samples, and what stands for them, by path.
 
     Lists named 'items' in `batch_dim`; also lists of dicts, not named there, whose length is the batch size while the
-    tensors inside are not all of that size along the batch; and, where there is such a list, other lists of that
-    length whose tensors are not all of that size. Raises InputError for a list of dicts that may be either."""
+    tensors inside are not all of that size along the batch; and other lists of that length whose tensors are not all of
+    that size, which are `supposed` unless there is such a list of dicts. Raises InputError for a list of dicts that may
+    be either."""
     told = batch_dim if isinstance(batch_dim, Mapping) else {}
     dim = batch_dim if isinstance(batch_dim, int) else 0
     lists, outside = list[_Found](), set[int]()
@@ -180,13 +185,19 @@ def untraced_lists(
                 f"batch_dim says that the items of {name} are the samples, and there is no list of that name with "
                 "tensors in each item"
             )
-    chosen = [one for one in lists if one.path in asked]
+    chosen, supposed = [one for one in lists if one.path in asked], list[_Found]()
     counts = outside or {len(one.items) for one in lists if one.records}
     if len(counts) == 1:
         alike = [one for one in lists if len(one.items) in counts and not is_told(one.path)]
         if any(one.records and _by_items(one) for one in alike):
             chosen += [one for one in alike if one.records or one.rows != counts]
-    return {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}
+        elif outside:
+            supposed = [one for one in alike if one.rows - counts]
+    found = {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}
+    for one in supposed:
+        with suppress(InputError):  # items that are not alike
+            found[one.path] = one.items, UntracedList(packed(one.path, one.items), supposed=True)
+    return found
 
 
 def rows_by_counts(named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any]) -> dict[str, CountedRows]:
