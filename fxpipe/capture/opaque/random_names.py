@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from types import CodeType
+from typing import Any
 
 from torch import nn
 
@@ -29,14 +30,22 @@ def may_draw(module: nn.Module, uses: Collection[str] | None, called: CodeType |
         for kind in type(part).__mro__:
             if issubclass(kind, nn.Module) and kind is not nn.Module:
                 for name, function in vars(kind).items():
-                    code = getattr(getattr(function, "fget", function), "__code__", None)  # of a property, its getter
-                    if isinstance(code, CodeType) and not (called and part is module and name == "forward"):
-                        methods.setdefault(name, set()).add(code)
+                    if not (called and part is module and name == "forward"):
+                        methods.setdefault(name, set()).update(_codes(function))
     waiting = [*([called] if called else []), *methods.pop("forward", ())]
     while waiting:
         words |= (new := names_in(waiting.pop()))
         waiting += [code for name in new for code in methods.pop(name, ())]
     return any(map(DRAWS.fullmatch, words))
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """The code of a method, or of a property, and of what its decorators wrap."""
+    while function is not None:
+        function = getattr(function, "fget", function)
+        if isinstance(code := getattr(function, "__code__", None), CodeType):
+            yield code
+        function = getattr(function, "__wrapped__", None)
 
 
 def names_in(code: CodeType) -> set[str]:
