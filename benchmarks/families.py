@@ -144,7 +144,10 @@ def rows(worker: Worker, chosen: Sequence[Family], file: Path | None, kept: list
             kept.append(found)
             if found.chunks or found.result == PLAIN:
                 said = found.reason or found.notes
-                yield [found.task, found.kind, found.chunks, found.result, found.stages, found.seconds, said[:100]]
+                coded = found.stages and found.stages - len(found.autograd)
+                yield [
+                    found.task, found.kind, found.chunks, found.result, found.stages, coded, found.seconds, said[:100]
+                ]  # fmt: skip
         if file is not None:
             file.write_text(json.dumps([asdict(one) for one in kept], indent=1))
 
@@ -168,6 +171,23 @@ def reasons(kept: Sequence[Found]) -> str:
         if one.result not in (RIGHT, PLAIN):
             bad.setdefault((one.result, one.reason), []).append(f"{one.kind} ({one.task}, {one.chunks})")
     return "\n".join(f"{result}: {reason}\n    {', '.join(who)}" for (result, reason), who in sorted(bad.items()))
+
+
+def by_autograd(kept: Sequence[Found]) -> str:
+    """How many stages have a backward as code, and why others have none, with the families that have such.
+
+    >>> print(by_autograd([Found("ctc", "a", "A", 1, "right", stages=2, autograd=["a vmap, at a.py:3"])]))
+    backward as code in 1 of 2 stages, 50.0%
+    autograd: a vmap
+        a (ctc, 1)
+    """
+    count, why = sum(one.stages or 0 for one in kept), dict[str, list[str]]()
+    for one in kept:
+        for reason in dict.fromkeys(reason.partition(", at ")[0] for reason in one.autograd):
+            why.setdefault(reason, []).append(f"{one.kind} ({one.task}, {one.chunks})")
+    coded = count - sum(len(one.autograd) for one in kept)
+    lines = [f"backward as code in {coded} of {count} stages, {coded / max(1, count):.1%}"]
+    return "\n".join([*lines, *(f"autograd: {reason}\n    {', '.join(who)}" for reason, who in sorted(why.items()))])
 
 
 def summary(kept: Sequence[Found]) -> str:
@@ -194,14 +214,14 @@ def main() -> None:
     options = parser.parse_args()
     worker = Worker(options.chunks, options.timeout)
     kept = [Found(**one) for one in json.loads(options.out.read_text())] if options.out and options.out.exists() else []
-    heads = ("task", "model", "chunks", "result", "stages", "seconds", "")
+    heads = ("task", "model", "chunks", "result", "stages", "by code", "seconds", "")
     try:
         done = {(one.task, one.name) for one in kept}
         chosen = [one for one in families(options.tasks, options.names) if (one.task, one.name) not in done]
         show("", heads, rows(worker, chosen, options.out, kept))
     finally:
         worker.stop()
-    print(reasons(kept), counted(kept), summary(kept), sep="\n\n")
+    print(reasons(kept), by_autograd(kept), counted(kept), summary(kept), sep="\n\n")
 
 
 if __name__ == "__main__":

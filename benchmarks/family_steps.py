@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpipe
 from benchmarks.models.small_batches import Batch, batches, counted, floats, labelled, square
 from benchmarks.models.small_transformers import build, configs, seeded
+from fxpipe.ir.program.program import Stage
 
 RESULTS = "right", "mixes", "wrong", "refused", "error", "hang", "plain fails"
 RIGHT, MIXES, WRONG, REFUSED, ERROR, HANG, PLAIN = RESULTS
@@ -42,7 +43,7 @@ class Family:
 class Found:
     """What came of a family in so many micro-batches; 0 is the plain model's own step.
 
-    - `stages`: of the pipe, if there is one.
+    - `stages`: of the pipe, if there is one; `autograd`: why stages have no generated backward, for each of these.
     - `apart`: the largest difference of a gradient or of the loss, by the largest value there is.
     - `notes`: what the comparison was like, and what fxpipe warned of.
     """
@@ -54,6 +55,7 @@ class Found:
     result: str
     reason: str = ""
     stages: int | None = None
+    autograd: Sequence[str] = ()
     seconds: float = 0.0
     apart: float | None = None
     notes: str = ""
@@ -90,14 +92,15 @@ def results(family: Family, counts: Sequence[int]) -> Iterator[Found]:
         start = perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result, reason, stages, apart = plain.compared(chunks)
+            result, reason, built, apart = plain.compared(chunks)
         said = [first_line(one.message) for one in caught if one.category.__module__.startswith("fxpipe")]
         if result == WRONG and any(one.category is fxpipe.MixedSamplesWarning for one in caught):
             result = MIXES
         notes = "; ".join([*([plain.notes] if plain.notes else []), *dict.fromkeys(said)])
         seconds = perf_counter() - start
-        yield Found(**own, chunks=chunks, result=result, reason=reason, stages=stages, seconds=seconds, apart=apart,
-                    notes=notes)  # fmt: skip
+        autograd = [stage.autograd_because for stage in built or () if stage.autograd_because]
+        yield Found(**own, chunks=chunks, result=result, reason=reason, stages=built and len(built), autograd=autograd,
+                    seconds=seconds, apart=apart, notes=notes)  # fmt: skip
 
 
 @dataclass
@@ -164,8 +167,8 @@ class Plain:
         said = ", ".join(name for name, is_so in notes.items() if is_so)
         return cls(start, batch, loss, gradients, precision.single, same, said)
 
-    def compared(self, chunks: int) -> tuple[str, str, int | None, float | None]:
-        """The result, its reason, the number of stages, and how far apart the gradients are."""
+    def compared(self, chunks: int) -> tuple[str, str, tuple[Stage, ...] | None, float | None]:
+        """The result, its reason, the stages, and how far apart the gradients are."""
         pipe = stages = None
         model = deepcopy(self.model)
         try:
@@ -173,7 +176,7 @@ class Plain:
             seeded(1)
             with unchanging(self.random):
                 loss = pipe.step(**self.batch, loss_fn=None if labelled(self.batch) else square)
-            stages = len(pipe.stages)
+            stages = pipe.build.program.stages
         except fxpipe.FxpipeError as error:
             return REFUSED, f"{type(error).__name__}: {first_line(error)}", stages, None
         except Exception as error:
@@ -184,8 +187,8 @@ class Plain:
         return self.judged(loss, gradients_of(model), stages)
 
     def judged(
-        self, loss: Tensor, gradients: dict[str, Tensor], stages: int | None
-    ) -> tuple[str, str, int | None, float]:
+        self, loss: Tensor, gradients: dict[str, Tensor], stages: tuple[Stage, ...]
+    ) -> tuple[str, str, tuple[Stage, ...], float]:
         largest = max(apart(one, None) for one in self.gradients.values())
         relative, absolute = SINGLE if self.single else DOUBLE
         absolute = absolute * largest if self.single else absolute
