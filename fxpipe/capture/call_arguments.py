@@ -118,15 +118,13 @@ class Arguments:
     and gives the guards the same tensors.
 
     - `uncut`: whether no call is cut, so that no input needs a batch size.
+    - `suppose`: whether lists may be taken for those of the samples by their length, since what reads them is tested.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch_dim: BatchDim,
-        sizes: Callable[[int], Sequence[int]],
-        uncut: bool = False,
-    ) -> None:
+        self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]],
+        uncut: bool = False, suppose: bool = True,
+    ) -> None:  # fmt: skip
         self.model, self.signature = model, forward_signature(model)
         # Of a call that is not cut, all items of a list, and all rows, are those of its one micro-batch.
         if uncut and not isinstance(batch_dim, int):
@@ -134,8 +132,7 @@ class Arguments:
         self.batch_dim: BatchDim = batch_dim
         # Whether inputs count the rows of others: then tensors are padded by what these counts are in a call.
         self.counts = not isinstance(batch_dim, int) and any(isinstance(dim, RowCounts) for dim in batch_dim.values())
-        self.sizes = sizes
-        self.uncut = uncut
+        self.sizes, self.uncut, self.suppose = sizes, uncut, suppose
         self.told: set[str] = set()  # the lists whose items are taken for the samples
         self.twins: dict[Any, Tensor] = {}
         self.known: dict[Any, Call] = {}
@@ -177,7 +174,7 @@ class Arguments:
         reals: list[tuple[str, Tensor, int | None]] = []
         padded: dict[int, int] = {}  # to the largest of these samples, in so many dimensions
         named = list(zip((*names, *(self.target for _ in targets)), (*args, *kwargs.values(), *targets), strict=True))
-        lists = {} if self.uncut or not assumed.any_rows else untraced_lists(named, self.batch_dim)
+        lists = {} if self.uncut or not assumed.any_rows else untraced_lists(named, self.batch_dim, self.suppose)
         counted = rows_by_counts(named, self.batch_dim) if assumed.any_rows else {}
 
         def note(path: str, tensor: Tensor) -> Tensor:

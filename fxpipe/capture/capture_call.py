@@ -94,9 +94,9 @@ class CallCapture:
         self.model = model
         self.reduce = reduce
         self.transforms = transforms
-        self.sizes = sizes
-        self.loss = loss
-        self.arguments, self.assumed = Arguments(model, batch_dim, sizes, uncut), Assumed(dynamic)
+        self.sizes, self.loss = sizes, loss
+        self.arguments = Arguments(model, batch_dim, sizes, uncut, suppose=reduce is None)
+        self.assumed = Assumed(dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.layers = Layers()

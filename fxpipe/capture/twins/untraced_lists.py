@@ -157,14 +157,14 @@ class _Found(NamedTuple):
 
 
 def untraced_lists(
-    named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any]
+    named: Sequence[tuple[str, Any]], batch_dim: int | Mapping[str, Any], suppose: bool = True
 ) -> dict[str, tuple[Sequence[Any], UntracedList]]:
     """The lists among the named arguments whose items are the samples, and what stands for them, by path.
 
     Lists named 'items' in `batch_dim`; also lists of dicts, not named there, whose length is the batch size while the
     tensors inside are not all of that size along the batch; and other lists of that length whose tensors are not all of
-    that size, which are `supposed` unless there is such a list of dicts. Raises InputError for a list of dicts that may
-    be either."""
+    that size, which are `supposed` unless there is such a list of dicts, if one may `suppose` any. Raises InputError
+    for a list of dicts that may be either."""
     told = batch_dim if isinstance(batch_dim, Mapping) else {}
     dim = batch_dim if isinstance(batch_dim, int) else 0
     lists, outside = list[_Found](), set[int]()
@@ -191,7 +191,7 @@ def untraced_lists(
         alike = [one for one in lists if len(one.items) in counts and not is_told(one.path)]
         if any(one.records and _by_items(one) for one in alike):
             chosen += [one for one in alike if one.records or one.rows != counts]
-        elif outside:
+        elif outside and suppose:
             supposed = [one for one in alike if one.rows - counts]
     found = {one.path: (one.items, UntracedList(packed(f"{one.path}[...]", one.items))) for one in chosen}
     for one in supposed:

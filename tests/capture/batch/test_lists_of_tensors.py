@@ -124,3 +124,27 @@ def test_each_sample_s_item_is_seen_to_be_its_own() -> None:
         model.pool = other  # type: ignore[assignment]
         with pytest.raises(InputError, match="or 'items' for a list whose items are the samples"):
             fxpipe.compile(copy.deepcopy(model), 2, 2)(x, bags)
+
+
+class ScaledLoss(nn.Module):
+    """And in a loss that is kept whole, for its scales are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, scales: list[Tensor]) -> Tensor:
+        x = self.down(x)
+        return sum((x * scale.mean(0)).square().mean() for scale in scales if scale.sum() < 1e9)  # type: ignore[return-value]
+
+
+def test_a_list_is_not_supposed_to_be_of_the_samples_where_the_loss_is_said_to_be_a_mean() -> None:
+    """The loss of each micro-batch would be that of some of the scales."""
+    torch.manual_seed(0)
+    model, x = ScaledLoss().double(), torch.randn(4, 6).double()
+    scales = [torch.randn(count, 6).double() for count in (2, 5, 1, 3)]
+    try:
+        found = fxpipe.compile(copy.deepcopy(model), 2, 2, reduce="mean").step(x, scales, loss_fn=lambda loss: loss)
+    except fxpipe.FxpipeError:
+        return
+    torch.testing.assert_close(found, model(x, scales).detach(), rtol=1e-9, atol=1e-12)
