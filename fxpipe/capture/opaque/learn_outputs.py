@@ -49,7 +49,7 @@ from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 from .calls_around import of_module, put
 from .derivatives import Derivatives
 from .mixing_in_runs import Contents, check_supposed, in_another_order, mixes
-from .opaque_submodules import Joins, Piece, Pieces
+from .opaque_submodules import FORWARD, Joins, Piece, Pieces
 from .returned_parts import NO_RESULT, Part, joinable, other_lengths
 from .used_tensors import Uses
 
@@ -120,7 +120,10 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
             if samples is ways[-1]:
                 raise
     if len(heard[0]) != len(heard[1]):
-        raise _called_otherwise(*heard)
+        if (often := _called_otherwise(*heard)).called == FORWARD:
+            raise _refused_calls(often)
+        often.unfit = "is called another number of times for another number of samples"  # by a method, which is not
+        return often
     if more := [method for method in pieces.by_key.values() if _uses_more(method)]:
         for method in more:
             if all(is_used(name, method.used) for name, _, _ in slots(method.twin)):
@@ -148,13 +151,17 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
     return next((piece for piece in pieces.by_key.values() if piece.asked), None)
 
 
-def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
-    """The refusal of a forward in which the number of calls of a piece depends on the number of samples."""
+def _called_otherwise(one: list[Heard], two: list[Heard]) -> Piece:
+    """The piece whose number of calls depends on the number of samples."""
     counts = [Counter(id(call.piece) for call in calls) for calls in (one, two)]
-    opaque = next(call.piece.opaque for call in (*one, *two) if len({count[id(call.piece)] for count in counts}) > 1)
+    return next(call.piece for call in (*one, *two) if len({count[id(call.piece)] for count in counts}) > 1)
+
+
+def _refused_calls(piece: Piece) -> Refused:
+    """The refusal of a forward in which the number of calls of a submodule depends on the number of samples."""
     return Refused(
-        opaque.origin,
-        f"{opaque} is kept whole because of this line, and forward calls it another number of times for another "
+        piece.opaque.origin,
+        f"{piece.opaque} is kept whole because of this line, and forward calls it another number of times for another "
         "number of samples",
         "call it once, with all samples",
         attempt_label="running it, to see what a submodule returns",

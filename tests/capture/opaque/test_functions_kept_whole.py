@@ -427,3 +427,45 @@ def test_the_model_itself_is_not_changed():
     steps(model, pipe)
     assert "forward" not in vars(pipe.model)
     assert vars(pipe.model).keys() == vars(model).keys()
+
+
+def patches_of(size):
+    """How many patches an image has, which its size in the batch decides."""
+    best = 1
+    for height, width in ((1, 2), (2, 2), (3, 1)):
+        if min(height * size[0].item(), width * size[1].item()) > 2 * best:
+            best = height * width
+    return best
+
+
+class Patches(nn.Module):
+    """A method asks a function about each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def features(self, images, sizes):
+        counts, found = [], self.embed(images)
+        for size in sizes:  # a list in brackets is a function of its own before Python 3.12
+            counts.append(patches_of(size))
+        return torch.stack([one[:count].mean(0) for one, count in zip(found, counts, strict=True)])
+
+    def forward(self, images, sizes):
+        return self.head(torch.tanh(self.body(torch.tanh(self.features(images, sizes)))))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_method_that_calls_it_for_each_sample_is_kept_in_its_place(chunks):
+    torch.manual_seed(0)
+    model, images = Patches().double(), torch.randn(6, 6, WIDTH).double()
+    sizes = torch.tensor([[1, 2], [4, 1], [3, 3], [1, 1], [2, 5], [1, 4]])
+    model(images, sizes).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    pipe = fxpipe.compile(model, 2, chunks)
+    pipe.step(images, sizes, loss_fn=lambda y: y.square().mean())
+    assert [one.method for one in opaques(pipe.build.graph)] == ["features"]
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-9, atol=1e-12)
+    assert len(pipe.stages) == 2
+    pipe.close()
