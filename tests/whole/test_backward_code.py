@@ -394,3 +394,26 @@ def test_ops_that_ask_for_a_number_of_samples_are_the_same_for_all() -> None:
         assert_equal(model, twin)
         assert "by autograd" not in pipe.explain()
     pipe.close()
+
+
+class Roots(nn.Module):
+    """The square root of zero has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sqrt(torch.relu(self.first(x)) * 0) * 0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_anomaly_detection_names_the_line(schedule: str) -> None:
+    pipe = fxpipe.compile(Roots().double(), 2, 2, schedule=schedule)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    pipe.step(x, loss_fn=mean)
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="returned nan in backward") as caught:
+        pipe.step(x, loss_fn=mean)
+    assert any("return self.last(torch.sqrt(torch.relu(self.first(x)) * 0" in note for note in caught.value.__notes__)
+    pipe.step(x, loss_fn=mean)
+    pipe.close()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
@@ -64,7 +66,7 @@ class GeneratedBackward:
     - `trains`: whether a tensor of the stage needs a gradient; `flows`: whether the results of the last forward do.
     """
 
-    __slots__ = ("_run", "flows", "gradients", "inputs", "lent", "sized", "stage", "trains", "weights")
+    __slots__ = ("_run", "_run_backward", "flows", "gradients", "inputs", "lent", "sized", "stage", "trains", "weights")
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class GeneratedBackward:
         self.trains = bool(stage.trainable())
         self.flows = False
         self._run = run_in_autocast if context.autocasts else run
+        looked_for = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        self._run_backward = partial(_look_for_nan, self._run) if looked_for else self._run
 
     def _weight(self, where: str | int) -> Tensor | int | None:
         if isinstance(where, int):
@@ -131,7 +135,7 @@ class GeneratedBackward:
         given, missing = self._arrived(kept, grads)
         if given is None:
             return [None] * len(self.gradients.takes)
-        takes, weights = self._run(
+        takes, weights = self._run_backward(
             self.stage.backward, (uncounted(kept, hooks), self._sums(kept.args, missing), *given)
         )
         return self._added(kept, takes, weights, missing)
@@ -148,14 +152,14 @@ class GeneratedBackward:
         given, missing = self._arrived(kept, grads)
         if given is None:
             return [None] * len(self.gradients.takes), DeferredWeightGrad(kept.args, None, missing)
-        takes, handed = self._run(self.stage.input_gradient, (uncounted(kept, hooks), *given))
+        takes, handed = self._run_backward(self.stage.input_gradient, (uncounted(kept, hooks), *given))
         return self._reached(takes, missing), DeferredWeightGrad(kept.args, counted(handed, hooks), missing)
 
     def weight_gradient(self, deferred: DeferredWeightGrad, hooks: Any) -> None:
         """Add the gradients of the weights."""
         if deferred.values is not None:
             sums = self._sums(deferred.args, deferred.missing)
-            found = self._run(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
+            found = self._run_backward(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
             self._add(deferred.args, self._reached(found, deferred.missing, len(self.gradients.takes)))
 
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
@@ -222,6 +226,23 @@ def run(method: Callable[..., Any], args: Iterable[Any]) -> Any:
 def run_in_autocast(method: Callable[..., Any], args: Iterable[Any]) -> Any:
     """`run` where the caller has autocast on: it is written out in the code."""
     with Context(False, False, ()).enter_autocast():
+        return run(method, args)
+
+
+class NanSearch(TorchFunctionMode):
+    """In this context a function that returns nan raises RuntimeError, as in autograd's anomaly detection."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()):
+                raise RuntimeError(f"{getattr(func, '__name__', func)} returned nan in backward")
+        return found
+
+
+def _look_for_nan(run: Callable[..., Any], method: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """What `run` returns. Raises RuntimeError where backward returns nan; at its line if Python runs it."""
+    with NanSearch():
         return run(method, args)
 
 
