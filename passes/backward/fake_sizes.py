@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -120,6 +121,8 @@ class Sizes:
         return self._recognised(int(value))
 
     def _recognised(self, number: int) -> Dim:
+        if number == sys.maxsize:  # the end of a slice, which 127 divides
+            return number
         found = sympy.Integer(1)
         for name, prime in self.primes.items() if number else ():
             while prime >= self.least and number % prime == 0:

@@ -50,6 +50,11 @@ _SIZE_OPERATORS: dict[type, Callable[..., Any]] = {
 }  # fmt: skip
 UNKNOWN = {"mkldnn_rnn_layer"}  # their results on fake tensors are not those of a run
 NOWHERE = Origin("", 0, "", "")
+# The functions that sympy and torch write into a size.
+_SIZE_FUNCTIONS: dict[str, Any] = {
+    "Mod": operator.mod, "PythonMod": operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Max": max, "Min": min,
+}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -191,12 +196,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             case ast.Name(id=name):
                 return Ref(name)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _SIZE_OPERATORS:
-                name = self.fresh("size")
-                args = (self._size(left), self._size(right))
-                self.types[name] = ScalarType("int")
-                self.ops.append(Op(name, _SIZE_OPERATORS[type(op)], args, {}, ScalarType("int"), self.origin()))
-                return Ref(name)
+                return self._computed(_SIZE_OPERATORS[type(op)], left, right)
+            case ast.Call(func=ast.Name(id=called), args=[left, right]) if called in _SIZE_FUNCTIONS:
+                return self._computed(_SIZE_FUNCTIONS[called], left, right)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self._computed(operator.neg, operand)
         raise Refused(f"the size {ast.unparse(tree)} cannot be computed")
+
+    def _computed(self, function: Any, *given: ast.expr) -> Ref:
+        name, args = self.fresh("size"), tuple(map(self._size, given))
+        self.types[name] = ScalarType("int")
+        self.ops.append(Op(name, function, args, {}, ScalarType("int"), self.origin()))
+        return Ref(name)
 
     def type_of(self, value: Any) -> ValueType:
         """The type of a traced value."""

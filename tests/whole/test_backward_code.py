@@ -417,3 +417,32 @@ def test_anomaly_detection_names_the_line(schedule: str) -> None:
     assert any("return self.last(torch.sqrt(torch.relu(self.first(x)) * 0" in note for note in caught.value.__notes__)
     pipe.step(x, loss_fn=mean)
     pipe.close()
+
+
+class Tokens(nn.Module):
+    """Sizes that are looked at: a table of 128 positions, a slice to the end, and tokens that are padded to eights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(10, 6), nn.Embedding(128, 6)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        h = torch.tanh(self.body(self.words(ids) + self.places(torch.arange(length))))
+        padded = F.pad(h, (0, 0, 0, (8 - length % 8) % 8))
+        sums = padded.reshape(ids.shape[0], -1, 8, 6).cumsum(2).reshape(ids.shape[0], -1, 6)
+        return self.head(sums[:, :length][:, slice(0, None), :])
+
+
+def test_sizes_that_are_looked_at() -> None:
+    torch.manual_seed(0)
+    model = Tokens().double()
+    twin, pipe = copy.deepcopy(model), fxpipe.compile(model, 2, 2)
+    for length in (16, 11, 5):
+        ids = torch.randint(10, (6, length))
+        pipe.step(ids, target=ids, loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+        F.cross_entropy(twin(ids).flatten(0, 1), ids.flatten()).backward()
+        assert_equal(model, twin)
+        assert "by autograd" not in pipe.explain()
+    pipe.close()
