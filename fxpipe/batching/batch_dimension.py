@@ -276,10 +276,15 @@ def _check_meeting(op: Op, flow: Flow) -> None:
 
 
 def _check_opaque(op: Op, flow: Flow) -> None:
-    """Raise Mixes if the op is a submodule that is kept whole, and its runs have shown that it mixes samples."""
-    if isinstance(op.target, Opaque) and op.target.mixes and batch_dims(op.type):
-        what = "returns for a sample depends on other samples, as two runs show"
-        raise Mixes(op, f"what {op.target}, kept whole, {what}")
+    """Raise Mixes if the op is a result of a submodule that is kept whole, of which runs have shown that it depends on
+    other samples."""
+    made, result = op, 0
+    if op_name(op) == "getitem" and isinstance(op.args[0], Ref) and isinstance(op.args[1], int):
+        made, result = flow.made.get(op.args[0].name, op), op.args[1]
+    if isinstance(made.target, Opaque) and result in made.target.mixing and isinstance(op.type, TensorType):
+        if batch_dims(op.type):
+            what = "returns for a sample depends on other samples, as two runs show"
+            raise Mixes(made, f"what {made.target}, kept whole, {what}")
 
 
 CHECKS = (

@@ -61,7 +61,7 @@ def outer_of_selection(op: Op, flow: Flow) -> int | None:
 
 def check_selection(op: Op, flow: Flow) -> None:
     """Raise Mixes if an op pairs rows of samples that are not the same ones in a micro-batch as in the batch."""
-    if op.target is checked_places or (isinstance(op.target, Opaque) and op.target.mixes is False):
+    if op.target is checked_places or (isinstance(op.target, Opaque) and op.target.keeps_samples):
         return
     batched = [name for name in dict.fromkeys(op.reads) if batch_dims(flow.types[name]) and name in flow.depends]
     if _finds_own(op, flow):

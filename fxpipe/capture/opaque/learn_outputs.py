@@ -48,7 +48,7 @@ from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
 from .calls_around import of_module, put
 from .derivatives import Derivatives
-from .mixing_in_runs import Contents, check_supposed, in_another_order, mixes
+from .mixing_in_runs import Contents, check_supposed, in_another_order, mixing
 from .opaque_submodules import FORWARD, Joins, Piece, Pieces
 from .returned_parts import NO_RESULT, Part, joinable, other_lengths
 from .used_tensors import Uses
@@ -140,7 +140,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
             return piece
         seen = [call.contents(promise) for call in (one, two)]
         if samples is turned and seen[0] and seen[1]:
-            promise = replace(promise, mixes=mixes(seen[0], seen[1], rows, turned))
+            promise = replace(promise, mixing=mixing(seen[0], seen[1], rows, turned))
         check_supposed(call.supposed, rows, piece.opaque, promise)
         others = [old for old in piece.opaque.promises if not alike(_call_of(old), _call_of(promise))]
         if len(others) == len(piece.opaque.promises):

@@ -3,9 +3,10 @@
     run 1    samples    1 2 3 4
     run 2    samples    4 3 5 6 7        3 and 4 have other neighbours and another place, and the whole another mean
 
-A sample of both has the same values in both. Where a result has others for it, it was computed from other samples, too.
+A sample of both has the same values in both. Where a result has others for it, it was computed from other samples, too,
+or from its place among them, as a position that counts the images of the samples before.
 Nothing is said of a call that draws random numbers or writes buffers (batch norm's statistics are those of each
-micro-batch), that is given other values for a sample already, or that returns samples in an order of its own.
+micro-batch), or that is given other values for a sample already.
 """
 
 from __future__ import annotations
@@ -42,19 +43,18 @@ def in_another_order(rows: int, of: int) -> list[int]:
     return [*reversed(range(rows // 2, rows)), *range(rows, of), *range(rows // 2), 0][: rows + 1]
 
 
-def mixes(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> bool | None:
-    """Whether a result of two calls has other values for the same samples: 0 to `rows` in the first, `samples` in the
-    second. None if nothing can be said: the calls were given other values, or returned samples in another order."""
-    given = [_alike(*pair, rows, samples) for pair in zip(one.given, two.given, strict=True)]
+def mixing(one: Contents, two: Contents, rows: int, samples: Sequence[int]) -> frozenset[int] | None:
+    """Which results of two calls have other values for the same samples: 0 to `rows` in the first, `samples` in the
+    second. None if nothing can be said, as the calls were given other values."""
+    if not all(_alike(*pair, rows, samples) for pair in zip(one.given, two.given, strict=True)):
+        return None
     returned = [
         _alike(a, b, rows, samples)
         if isinstance(a, Tensor) and isinstance(b, Tensor)
         else _items_alike([*a], [*b], rows, samples)
         for a, b in zip(one.returned, two.returned, strict=True)
     ]
-    floats = [x.is_floating_point() or x.is_complex() for x, *_ in map(_tensors, one.returned)]
-    in_order = all(same for same, float in zip(returned, floats, strict=True) if not float)
-    return not all(returned) if all(given) and in_order else None
+    return frozenset(at for at, same in enumerate(returned) if not same)
 
 
 def check_supposed(lists: Sequence[str], rows: int, opaque: Opaque, promise: Promise) -> None:
@@ -62,7 +62,7 @@ def check_supposed(lists: Sequence[str], rows: int, opaque: Opaque, promise: Pro
     result of its own item: they may be anything else. A result without samples needs the whole batch, so all items."""
     shapes = [one.shape for one in promise.gives if isinstance(one, Gives)]
     of_samples = any(not isinstance(size, int) for shape in shapes for size in shape)
-    if lists and promise.lists and promise.mixes is not False and of_samples:
+    if lists and promise.lists and promise.mixing != frozenset() and of_samples:
         raise InputError(
             f"{' and '.join(lists)} may have an item for each sample, or something else: {opaque}, which looks into "
             f"lists of {rows} items for {rows} samples, is not seen to make each sample's result of its own item; "
@@ -96,10 +96,6 @@ def _alike(one: Tensor, two: Tensor, rows: int, samples: Sequence[int]) -> bool:
         _close(of_both(one, rows, places[0], together), of_both(two, of, places[1], together))
         for together in (True, False)
     )
-
-
-def _tensors(part: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return (part,) if isinstance(part, Tensor) else part
 
 
 def _items_alike(one: Sequence[Tensor], two: Sequence[Tensor], rows: int, samples: Sequence[int]) -> bool:

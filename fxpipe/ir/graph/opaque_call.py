@@ -55,7 +55,8 @@ class Promise:
     - `wants`: for each of the submodule's own and the given tensors, whether it needed a gradient.
     - `derives`: whether it takes derivatives inside, by autograd.
     - `lists`: whether it is given lists whose items are the samples.
-    - `mixes`: whether what it returns for a sample depends on other samples, if runs have shown that; else None.
+    - `mixing`: which of the tensors that it returns depend, for a sample, on other samples, if runs have shown that;
+      else None.
     - `without`: the places of lists in the result whose number of items is known only when it has run; `joined`: those
       of them that give one tensor, their items one after another.
     """
@@ -67,7 +68,7 @@ class Promise:
     wants: tuple[bool, ...] = ()
     derives: bool = False
     lists: bool = False
-    mixes: bool | None = None
+    mixing: frozenset[int] | None = None
     without: frozenset[Place] = frozenset()
     joined: frozenset[Place] = frozenset()
 
@@ -194,10 +195,14 @@ class Opaque:
         return any(promise.derives for promise in self.promises)
 
     @property
-    def mixes(self) -> bool | None:
-        """Whether what it returns for a sample depends on other samples, if runs have shown that; else None."""
-        shown = {promise.mixes for promise in self.promises}
-        return True if True in shown else False if shown == {False} else None
+    def mixing(self) -> frozenset[int]:
+        """Which of the tensors that it returns depend, for a sample, on other samples, as runs have shown."""
+        return frozenset().union(*(promise.mixing or () for promise in self.promises))
+
+    @property
+    def keeps_samples(self) -> bool:
+        """Whether runs have shown that nothing that it returns for a sample depends on other samples."""
+        return bool(self.promises) and all(promise.mixing == frozenset() for promise in self.promises)
 
     def about_rows(self, cut: bool) -> Dim:
         """Of a result of which only a run tells how many rows it has: about how many, `cut` into micro-batches."""

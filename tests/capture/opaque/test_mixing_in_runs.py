@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture.opaque.mixing_in_runs import Contents, in_another_order, mixes
+from fxpipe.capture.opaque.mixing_in_runs import Contents, in_another_order, mixing
 from fxpipe.errors import MixedSamplesWarning
 
 
@@ -164,12 +164,12 @@ def test_rows_of_samples_are_compared_in_either_order(
 
     one, two = list(range(rows)), order
     same = Contents([laid(one)], [laid(one)]), Contents([laid(two)], [laid(two)])
-    assert not mixes(*same, rows, order)
-    assert mixes(same[0], Contents(same[1].given, [laid(two, 1.0)]), rows, order)
-    assert not mixes(same[0], Contents([laid(two, 1.0)], [laid(two, 1.0)]), rows, order)  # it was given other values
+    assert not mixing(*same, rows, order)
+    assert mixing(same[0], Contents(same[1].given, [laid(two, 1.0)]), rows, order)
+    assert not mixing(same[0], Contents([laid(two, 1.0)], [laid(two, 1.0)]), rows, order)  # it was given other values
 
 
 @given(first=st.integers(0, 10), second=st.integers(0, 10))
 def test_sizes_that_are_not_of_the_batch_show_nothing(first: int, second: int) -> None:
     one, two = (Contents([torch.ones(3)], [torch.randn(size)]) for size in (first, second))
-    assert mixes(one, two, 4, in_another_order(4, of=9)) == ((first, second) in ((4, 5), (8, 10)))
+    assert bool(mixing(one, two, 4, in_another_order(4, of=9))) == ((first, second) in ((4, 5), (8, 10)))
