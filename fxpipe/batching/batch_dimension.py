@@ -43,8 +43,8 @@ from fxpipe.ir.once import once
 from .batch_facts import Flow, Mixes, batch_dims, multiple, number, returns_what_it_writes
 from .data_sizes import first_equal
 from .op_errors import refuse
-from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at
-from .sample_order import check_meeting_rows, check_order, check_split, forget_alike, note_order
+from .sample_numbers import COUNT, SHUFFLE, check_lookup, count, item_at, note_numbers
+from .sample_order import check_meeting_rows, check_order, check_split, check_write, forget_alike, note_order
 from .selected_rows import check_selection
 from .sorted_rows import follow_sorted
 
@@ -73,6 +73,8 @@ def follow(graph: Graph) -> Flow:
             flow.places.pop(name, None)
             flow.masks.pop(name, None)
         forget_alike(written, flow)
+        if op.name in flow.counted:
+            flow.counted |= dict.fromkeys(written - states, flow.counted[op.name])
         if written and not written - states and returns_what_it_writes(op):
             for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled, flow.sorted):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
@@ -103,6 +105,13 @@ def _follow(op: Op, flow: Flow) -> None:
             flow.counted[op.name] = op
         _check(op, flow, (count,))
         note_order(op, flow)
+        if dims and op.name not in flow.mixed:
+            try:
+                for check in CHECKS:
+                    check(op, flow)
+            except CaptureError:  # rows meet, as in `ones(b).cumsum(0)`
+                flow.counted.setdefault(op.name, op)
+            note_numbers(op, flow)
         return
     flow.depends.add(op.name)
     _check(op, flow, CHECKS)
@@ -149,7 +158,7 @@ def _check_dimension(op: Op, flow: Flow) -> None:
             raise Mixes(op, f"{name} runs along the batch, dimension {batch} of {kind}")
     elif batch in _mixed_dims(op, name, len(kind.shape), flow):
         raise Mixes(op, f"{name} runs over dimension {batch} of {kind}, which is the batch")
-    elif name == "getitem" and isinstance(item_at(op.args[1], batch, flow), Ref):
+    elif name == "getitem" and isinstance(item_at(op.args[1], batch, kind, flow), Ref):
         return  # each is looked up by its number, or selected
     elif name in SPLIT_OPS or name in ("getitem", "narrow", "select"):
         check_split(op, kind, batch, flow)
@@ -281,10 +290,10 @@ def _check_opaque(op: Op, flow: Flow) -> None:
     made, result = op, 0
     if op_name(op) == "getitem" and isinstance(op.args[0], Ref) and isinstance(op.args[1], int):
         made, result = flow.made.get(op.args[0].name, op), op.args[1]
-    if isinstance(made.target, Opaque) and result in made.target.mixing and isinstance(op.type, TensorType):
-        if batch_dims(op.type):
-            what = "returns for a sample depends on other samples, as two runs show"
-            raise Mixes(made, f"what {made.target}, kept whole, {what}")
+    mixing = made.target.mixing if isinstance(made.target, Opaque) else ()
+    if result in mixing and isinstance(op.type, TensorType) and batch_dims(op.type):
+        what = "returns for a sample depends on other samples, as two runs show"
+        raise Mixes(made, f"what {made.target}, kept whole, {what}")
 
 
 CHECKS = (
@@ -295,6 +304,7 @@ CHECKS = (
     _check_dimension,
     _check_terms,
     check_lookup,
+    check_write,
     _check_time,
     _check_vmap,
     _check_meeting,

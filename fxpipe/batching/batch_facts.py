@@ -13,6 +13,10 @@ from fxpipe.ir.graph.value_types import BATCH, Dim, ValueType, dim_names, dim_si
 
 from .op_errors import refuse
 
+EXPANDS, REPEATS = {"expand", "expand_as", "broadcast_to"}, {"repeat", "tile"}
+CONSTANTS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+CONSTANTS |= {"empty", "new_empty", "empty_like"}  # to be filled
+
 
 class Mixes(CaptureError):
     """An op mixes the samples of a batch; `what` says how, in words. `in_order`: it puts rows of samples in their order

@@ -105,7 +105,8 @@ def kinds(graph: Graph) -> Mapping[str, Kind]:
         if (op.name in flow.mixed or op.name in flow.sorted) and batch_dims(op.type):  # but one value for each sample
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif kind.what == "pooled" and op_name(op) not in INDEXING and flow.counted.keys() & set(op.reads):
-            kind = Kind("unknown", blame=op, why=COUNTS)
+            numbers = next(flow.counted[name] for name in op.reads if name in flow.counted)
+            kind = Kind("unknown", blame=numbers, why=COUNTS)
         elif op.writes and states.issuperset(op.writes) and returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind = meant.get(op.name, kind)

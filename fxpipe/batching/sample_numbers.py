@@ -6,6 +6,7 @@ x.view(b*t, 8)[i*t + last]      the same
 i, j = where(mask)              the numbers of those that a mask selects
 x[(i + 1) % b]                  the row of another sample: mixed
 return i                        refused: a micro-batch counts its samples from 0
+table[i], eye(b), table[:b]     the same: another row for each sample
 """
 
 from __future__ import annotations
@@ -14,38 +15,79 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.ir.graph.graph import Op, Ref, called, op_name, refs
+from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import ADD, CASTS, INDEXING, LOOKUP, MULTIPLY, RESHAPES
-from fxpipe.ir.graph.value_types import ScalarType, TensorType
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, in_vmap
 
-from .batch_facts import Flow, Mixes, Places, batch_dims, multiple, number
+from .batch_facts import CONSTANTS, EXPANDS, REPEATS, Flow, Mixes, Places, batch_dims, multiple, number
 from .data_sizes import mask_of
 from .selected_rows import selected
 
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
 LISTS = {"nonzero", "argwhere", "where"}
-KEEPS = RESHAPES | CASTS | {"expand", "expand_as", "broadcast_to", "repeat_interleave", "clone", "detach"}
+MODULO = {"mod", "remainder", "fmod"}
+# Ops that make a dimension for the batch, with the same for all samples.
+SPREADS = EXPANDS | REPEATS | {"repeat_interleave", "stacked", "_remove_batch_dim"}
+FILLS = {"full": 1, "full_like": 1, "new_full": 2}  # the position of the number that a tensor is filled with
+KEEPS = RESHAPES | CASTS | EXPANDS | {"repeat_interleave", "clone", "detach"}
 
 
 def count(op: Op, flow: Flow) -> None:
-    """Values made of the numbers of samples are numbers too, until they index another value. Raises Mixes if a random
-    order is used as an index."""
+    """Values made of the numbers of samples are numbers too, unless these only find each sample's own rows. Raises
+    Mixes if a random order is used as an index."""
     if (places := _places(op, flow)) is not None:
         flow.places[op.name] = places
     listed = _listed(op, flow)
     if places is not None or (listed is not None and listed.samples):
         flow.counted.setdefault(op.name, op)
-    if listed is not None:
+    if listed is not None or _within_sample(op, flow):
         return
-    first = next((ref.name for ref in refs(op.args[:1])), "")
-    used = (first,) if op_name(op) in INDEXING else op.reads
+    used = _used(op, flow)
     if op_name(op) in INDEXING:
         order = next((o for name in op.reads if (o := flow.counted.get(name)) and called(o) in SHUFFLE), None)
         if order is not None:
             raise Mixes(op, "changes the order of the batch")
     found = next((flow.counted[name] for name in used if name in flow.counted), None)
-    if found is not None and batch_dims(op.type):
+    if found is not None and (batch_dims(op.type) or in_vmap(op.type)):
         flow.counted.setdefault(op.name, found)
+
+
+def note_numbers(op: Op, flow: Flow) -> None:
+    """Values without samples that have other rows for one sample than for another are their numbers, too."""
+    if op.name not in flow.counted and op.name not in flow.drawn and not _same_for_all(op, flow):
+        flow.counted[op.name] = op
+
+
+def _same_for_all(op: Op, flow: Flow) -> bool:
+    """Whether an op without samples, of which no check says that rows meet, makes the same of each."""
+    name = op_name(op)
+    if name in CONSTANTS:
+        return not any(ref.name in flow.sizes for ref in refs(argument(op, FILLS.get(name, 9), "fill_value")))
+    return name in SPREADS or any(batch_dims(flow.types[read]) for read in op.reads)
+
+
+def _used(op: Op, flow: Flow) -> list[str]:
+    """The values that an op reads, but for the numbers by which it finds each sample's own rows."""
+    own: Ref | None = None
+    first = op.args[0] if op.args else None
+    kind = flow.types.get(first.name) if isinstance(first, Ref) else None
+    if isinstance(kind, TensorType) and (dims := batch_dims(kind)):
+        if op_name(op) in ("getitem", "setitem", "index_put"):
+            found = item_at(op.args[1], dims[0], kind, flow)
+        else:
+            along = argument(op, 1, "dim") if op_name(op) in ("index_select", "index_add") else None
+            found = argument(op, 2, "index") if type(along) is int and along % len(kind.shape) == dims[0] else None
+        own = found if isinstance(found, Ref) and finds_own(found, kind, dims[0], flow) else None
+    return [ref.name for ref in refs((op.args, op.kwargs)) if ref != own]
+
+
+def _within_sample(op: Op, flow: Flow) -> bool:
+    """Whether an op makes the place in each sample of the places in all: `arange(b*t) % t`."""
+    first = op.args[0] if op.args else None
+    places = flow.places.get(first.name) if isinstance(first, Ref) else None
+    times = _factor(op.args[1], flow) if places is not None and len(op.args) == 2 else None
+    return op_name(op) in MODULO and places is not None and times is not None and places.each % times == 0
 
 
 def _places(op: Op, flow: Flow) -> Places | None:
@@ -142,7 +184,7 @@ def check_lookup(op: Op, flow: Flow) -> None:
         if found and name in ("index_select", "index_add") and len(op.args) > 2 and isinstance(op.args[2], Ref):
             found = not finds_own(op.args[2], kind, batch, flow)
     elif name in ("getitem", "setitem", "index_put"):
-        index = item_at(op.args[1], batch, flow)
+        index = item_at(op.args[1], batch, kind, flow)
         of = flow.types.get(index.name) if isinstance(index, Ref) else None
         if isinstance(of, TensorType):
             found = index.name in flow.counted if of.dtype == "bool" else not finds_own(index, kind, batch, flow)
@@ -159,16 +201,22 @@ def finds_own(index: Ref, kind: TensorType, batch: int, flow: Flow) -> bool:
     return flow.places.get(index.name) == Places(multiple(kind.shape[batch]) or 0, selected(kind))
 
 
-def item_at(index: Any, dim: int, flow: Flow) -> Any:
-    """The item of an index that applies to dimension `dim`; None if there is none."""
+def item_at(index: Any, dim: int, of: TensorType, flow: Flow) -> Any:
+    """The item of an index of such a tensor that applies to dimension `dim`; None if that is taken whole."""
     items = list(index) if isinstance(index, (tuple, list)) else [index]
-    taken = 0
+    takes = []
     for item in items:
         kind = flow.types.get(item.name) if isinstance(item, Ref) else None
+        masked = len(kind.shape) if isinstance(kind, TensorType) and kind.dtype == "bool" else None
+        takes.append(int(item is not None and item is not ...) if masked is None else masked)
+    before = 0
+    for item, many in zip(items, takes, strict=True):
         if item is ...:
-            return None  # later items count from the last dimension: the batch is not indexed
-        many = len(kind.shape) if isinstance(kind, TensorType) and kind.dtype == "bool" else int(item is not None)
-        if taken <= dim < taken + many:
+            before += len(of.shape) - sum(takes)
+        elif before <= dim < before + many:
             return item
-        taken += many
+        else:
+            before += many
+        if before > dim:
+            return None
     return None

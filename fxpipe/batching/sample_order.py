@@ -14,6 +14,7 @@ Rows that are alike for all samples, as those of a class token that is expanded 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
@@ -23,12 +24,10 @@ from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import ARITHMETIC, CASTS, CONCATENATIONS, JOINS, PERMUTATIONS, POINTWISE, RESHAPES, SPLIT_OPS
 from fxpipe.ir.graph.value_types import TensorType, sized_by_data, tensors
 
-from .batch_facts import Flow, Mixes, Part, batch_dims, many, multiple, number
+from .batch_facts import CONSTANTS, EXPANDS, REPEATS, Flow, Mixes, Part, batch_dims, many, multiple, number
 from .sample_numbers import item_at
 from .selected_rows import outer_of_selection
 
-EXPANDS, REPEATS = {"expand", "expand_as", "broadcast_to"}, {"repeat", "tile"}
-CONSTANTS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 COMPUTED = {"mul": operator.mul, "add": operator.add, "sub": operator.sub, "floordiv": operator.floordiv}
 
 
@@ -82,6 +81,26 @@ def check_split(op: Op, kind: TensorType, batch: int, flow: Flow) -> None:
                 if size is None or start is None or _cut(parts, start, size) is None:
                     raise Mixes(op, f"cuts {kind} along the batch")
                 start += size
+
+
+def check_write(op: Op, flow: Flow) -> None:
+    """Raise Mixes if an op writes rows of some samples, and not of others."""
+    kind = flow.types.get(_first(op))
+    if not isinstance(kind, TensorType) or not (dims := batch_dims(kind)):
+        return
+    item: Any = slice(None)
+    if op_name(op) == "setitem":
+        item = item_at(op.args[1], dims[0], kind, flow)
+    elif op_name(op) in ("select_scatter", "slice_scatter"):
+        if argument(op, 2, "dim", 0) % len(kind.shape) != dims[0]:
+            return
+        item = slice(*(argument(op, 3 + at, key) for at, key in enumerate(("start", "end", "step"))))
+        item = argument(op, 3, "index") if op_name(op) == "select_scatter" else item
+    if item is None or (isinstance(item, Ref) and isinstance(flow.types.get(item.name), TensorType)):
+        return
+    start, stop = _ends(item, kind, flow) if isinstance(item, slice) else (None, None)
+    if start is None or stop is None or _cut(flow.parts(_first(op)), start, stop - start) is None:
+        raise Mixes(op, f"writes rows of some samples of {kind}, and not of others")
 
 
 def _order(op: Op, flow: Flow) -> tuple[Part, ...]:
@@ -201,7 +220,7 @@ def _takes_rows(op: Op, flow: Flow) -> tuple[str, int | None] | None:
     kind = flow.types.get(_first(op))
     if not isinstance(kind, TensorType) or not (dims := batch_dims(kind)):
         return None
-    looks_up = op_name(op) == "getitem" and isinstance(item_at(op.args[1], dims[0], flow), Ref)
+    looks_up = op_name(op) == "getitem" and isinstance(item_at(op.args[1], dims[0], kind, flow), Ref)
     if looks_up or op_name(op) not in ("getitem", "narrow", *SPLIT_OPS):
         return None
     return _first(op), _start(op, dims[0], flow)
@@ -211,16 +230,29 @@ def _start(op: Op, batch: int, flow: Flow) -> int | None:
     """Where the rows that an op takes along the batch begin, by the batch size; None if it is no multiple of it."""
     start: Any = 0
     kind = flow.types[_first(op)]
-    if op_name(op) == "narrow" and isinstance(kind, TensorType):
+    if not isinstance(kind, TensorType):
+        return None
+    if op_name(op) == "narrow":
         dim = argument(op, 1, "dim")
         start = argument(op, 2, "start") if isinstance(dim, int) and dim % len(kind.shape) == batch else 0
     elif op_name(op) == "getitem":
-        item = item_at(op.args[1], batch, flow)
+        item = item_at(op.args[1], batch, kind, flow)
         if isinstance(item, slice):
-            if item.step not in (None, 1):
-                return None
-            start = item.start or 0
-    one, two, five = (_number(start, flow, rows) for rows in (1, 2, 5))
+            return _ends(item, kind, flow)[0]
+    return _times(start, kind, flow)
+
+
+def _ends(item: slice, kind: TensorType, flow: Flow) -> tuple[int | None, int | None]:
+    """Where a slice of the batch begins and ends, by the batch size; None if that is no multiple of it."""
+    if item.step not in (None, 1):
+        return None, None
+    stop = many(kind) if item.stop in (None, sys.maxsize) else _times(item.stop, kind, flow)
+    return _times(item.start or 0, kind, flow), stop
+
+
+def _times(place: Any, kind: TensorType, flow: Flow) -> int | None:
+    """A place in the batch by the batch size; None if it is no multiple of it."""
+    one, two, five = (_number(place, flow, rows) for rows in (1, 2, 5))
     if one is None or two != 2 * one or five != 5 * one:
         return None
     return one if one >= 0 else one + (many(kind) or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -131,6 +132,67 @@ def test_a_whole_model_with_the_lengths_of_other_samples() -> None:
     parts = [model(*part) for part in zip(x.chunk(2), lengths.chunk(2), strict=True)]
     torch.testing.assert_close(out, torch.cat(parts))
     assert [one.category for one in caught].count(MixedSamplesWarning) == 1
+
+
+def _ordinals(marks: Tensor) -> Tensor:
+    """For each word that is marked, how many are before it in the batch."""
+    places, seen = torch.zeros_like(marks), 0
+    for sample, row in enumerate(marks.tolist()):
+        for word, marked in enumerate(row):
+            places[sample, word] = seen if marked else word
+            seen += marked
+    return places
+
+
+def _in_each(marks: Tensor) -> Tensor:
+    return torch.stack([_ordinals(row[None])[0] for row in marks])
+
+
+class Positions(nn.Module):
+    """Positions that Python makes, i64[b, 5], which turn the words or find rows of a table; beside them, others that
+    are not used."""
+
+    def __init__(self, use: str, positions: Callable[[Tensor], Tensor], others: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.table, self.out = nn.Embedding(10, 8), nn.Embedding(99, 8), nn.Linear(8, 8)
+        self.use, self.positions, self.others = use, positions, others
+        self.double()
+
+    def places(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        return self.others(marks), self.positions(marks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, (_, at) = self.words(x), self.places((x > 5).long())
+        match self.use:
+            case "turned":
+                h = h * torch.cos(at[..., None].double() / 3)
+            case "table":
+                h = h + self.table(at)
+            case "masked":
+                h = h * (at < 3)[..., None]
+        return self.out(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use", ["turned", "table", "masked"])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_whole_numbers_that_count_through_the_batch_are_said_to_mix(use: str, mixes: bool) -> None:
+    model = Positions(use, _ordinals, _in_each) if mixes else Positions(use, _in_each, _ordinals)
+    plain, x, y = copy.deepcopy(model), torch.randint(4, 10, (6, 5)), torch.randn(6, 5, 8, dtype=torch.float64)
+    want = F.mse_loss(plain(x), y)
+    want.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = fxpipe.compile(model, devices=1, chunks=2).step(x, target=y, loss_fn=nn.MSELoss())
+    said = [str(one.message) for one in caught if one.category is MixedSamplesWarning]
+    apart = [abs(loss - want)]
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if mine.grad is not None and other.grad is not None:
+            apart.append((mine.grad - other.grad).abs().max())
+    assert (max(apart) > 1e-4) == mixes
+    assert mixes or max(apart) < 1e-9
+    assert len(said) == mixes
+    assert all("what places, kept whole, returns for a sample depends on other samples" in one for one in said)
 
 
 def test_one_micro_batch_mixes_as_it_likes() -> None:
