@@ -63,7 +63,7 @@ REFUSED: dict[str, Body] = {
     "index_select": lambda m, h, x: of_one(h, m.rows.index_select(0, numbers(x))),
     "gather": lambda m, h, x: of_one(h, m.rows.gather(0, numbers(x)[:, None].expand(-1, 8))),
     "take_along_dim": lambda m, h, x: of_one(h, torch.take_along_dim(m.rows, numbers(x)[:, None], 0)),
-    "the places of a mask": lambda m, h, x: of_one(h, m.rows[torch.where(x[:, 0] > -1)[0]]),
+    "the places of a mask": lambda m, h, x: h + m.rows[torch.where(x[:, 0] > -1)[0]][:, None],
     "the places of ones": lambda m, h, x: of_one(h, m.rows[torch.ones(len(x)).nonzero()[:, 0]]),
     "places of tokens": lambda m, h, x: of_one(h, m.rows[numbers(x).repeat_interleave(5)]),
     "one_hot": lambda m, h, x: of_one(h, F.one_hot(numbers(x), 50).to(h.dtype) @ m.rows),
