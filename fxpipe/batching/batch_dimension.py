@@ -134,6 +134,7 @@ def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> 
             check(op, flow)
     except CaptureError as error:
         flow.mixed[op.name] = error.with_traceback(None)  # whose frames would keep all of this
+        flow.counted.pop(op.name, None)
 
 
 def _check_shape(op: Op, flow: Flow) -> None:
