@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxpipe.pipe.build.compiled.device_graphs import NAME
 from fxpipe.schedules.make_schedule import AUTO
+from fxpipe.torch_internals.capability import Capability
 
 from .compile_options import Options
 
@@ -15,8 +16,6 @@ def is_coded(options: Options) -> bool:
 
 def autograd_because(options: Options) -> str:
     """What has no generated backward: an option, or torch; "" if nothing stands in its way."""
-    from fxpipe.torch_internals.tracing.tensors_without_memory import SYMBOLIC_SIZES  # late: takes a second
-
     plan = options.plan
     shards = options.ranks and plan and plan.optimizer_sharding == "zero3" and any(options.replicas.values())
     found = {
@@ -24,6 +23,13 @@ def autograd_because(options: Options) -> str:
         "a plan that cuts operators": options.place is not None,
         "a plan that shards parameters (ZeRO-3)": shards,
         "offload": bool(options.offload),
-        "this torch": not SYMBOLIC_SIZES.there,
+        "this torch": not symbolic_sizes().there,
     }
     return next((name for name, given in found.items() if given), "")
+
+
+def symbolic_sizes() -> Capability:
+    """What generated backward needs of torch."""
+    from fxpipe.torch_internals.tracing.tensors_without_memory import SYMBOLIC_SIZES  # late: takes a second
+
+    return SYMBOLIC_SIZES

@@ -13,7 +13,7 @@ from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT
 from fxpipe.torch_internals.compiling.inductor import records_graphs
 
-from .backward_options import autograd_because, is_coded
+from .backward_options import autograd_because, is_coded, symbolic_sizes
 from .compile_options import DEVICE_MEMORY, Options, backend_of, is_local, make_schedule
 
 
@@ -96,6 +96,7 @@ def check_graphs(options: Options) -> None:
 def check_backward(options: Options) -> None:
     """Raise PlanError if options ask for generated backward beside others that it does not go with."""
     if options.backward == "code" and (because := autograd_because(options)):
+        symbolic_sizes().need('backward="code"')
         raise PlanError(f"backward='code' does not go with {because} yet: leave out one of them")
     planned = () if options.plan is None else tuple(stage.checkpoint for stage in options.plan.stages)
     if not is_coded(options) and isinstance(options.checkpoint, str) and "selective" in (options.checkpoint, *planned):

@@ -66,7 +66,7 @@ class Scheduler(StepScheduler):
         skip2 = m.receive(1, i, "skip2")
         # all but the last are computed again in backward; skipped when backward runs next
         forward = m.forward if i == m.last else m.forward_to_recompute
-        conv2d_8 = forward(1, i, skip2)
+        conv2d_8 = forward(1, i, skip2, m[i].b)
         m.send(1, i, "conv2d_8", conv2d_8, to=2)
 
     def backward_1(self, m: Step, i: int) -> None:
@@ -80,7 +80,7 @@ class Scheduler(StepScheduler):
     def forward_2(self, m: Step, i: int) -> None:
         # from stage 0, stage 1
         skip1, skip2, conv2d_8 = m.receive(2, i, "skip1", "skip2", "conv2d_8")
-        cat_2 = m.forward(2, i, skip1, skip2, conv2d_8)
+        cat_2 = m.forward(2, i, skip1, skip2, conv2d_8, m[i].b)
         m.send(2, i, "cat_2", cat_2, to=3)
 
     def backward_2(self, m: Step, i: int) -> None:
