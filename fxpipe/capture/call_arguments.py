@@ -224,8 +224,10 @@ class Arguments:
         given = (new, new_kwargs) if request.targets is None else (new, new_kwargs, aims)
         target = dict(zip((self.target,), aims, strict=False))
         objects.begin()
-        made = Call(new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects, (*lists,))
-        return made._replace(supposed=tuple(path for path in lists if lists[path][1].supposed))
+        supposed = tuple(path for path, (_, stand_in) in lists.items() if stand_in.supposed)
+        return Call(
+            new, new_kwargs, given, leaves, batch, rows, names, target, request.rest, objects, (*lists,), supposed
+        )  # fmt: skip
 
     def twin(
         self,

@@ -48,6 +48,7 @@ from . import batch_statistics, sharded_build
 from .build import Build, build
 from .build_report import borrowed_share, dump
 from .call_binding import (
+    SPARSE,
     batch_size,
     check_even,
     kind_of,
@@ -262,7 +263,7 @@ class BuildCache:
     def live(self, made: Build) -> RunningPackage:
         """The build's package, imported and bound to the tensors that the model has now."""
         key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
-        key += tuple(item.name for item in made.graph.inputs if made.graph.layouts.get(item.name) == "sparse")
+        key += tuple(item.name for item in made.graph.inputs if made.graph.layouts.get(item.name) == SPARSE)
         others = self.step_capture.tensors if made.graph.loss is not None else {}
         version = self.call_capture.twins.version, self.step_capture.version  # either may have captured a call
         live = self.lives.get(key) or RunningPackage(self.folder.new(), made.files, self.backend)

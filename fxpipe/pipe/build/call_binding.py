@@ -21,7 +21,8 @@ from fxpipe.runtime.microbatch import scatter, split_sizes
 
 from .build import Build
 
-SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+SPARSE = "sparse"  # in `Graph.layouts`
+SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 Pairs = list[tuple[Struct, Any]]  # of a template and the value at its place
 
 
@@ -42,8 +43,8 @@ def layouts(graph: Graph, tensors: Mapping[str, Tensor], inputs: Sequence[Any], 
     ):
         if not isinstance(x, Tensor) or x.is_nested:
             continue
-        if x.layout in SPARSE:
-            found[name] = "sparse"
+        if x.layout in SPARSE_LAYOUTS:
+            found[name] = SPARSE
         elif not copies and not x.is_contiguous() and (isinstance(x, nn.Parameter) or has_channels_last(x)):
             found[name] = "not contiguous in memory"
     return found
@@ -52,7 +53,7 @@ def layouts(graph: Graph, tensors: Mapping[str, Tensor], inputs: Sequence[Any], 
 def sparse_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[str, ...]:
     """The inputs that are sparse in this call: autograd computes the backward of what reads them."""
     pairs = zip(graph.inputs, inputs, strict=False)
-    return tuple(item.name for item, x in pairs if isinstance(x, Tensor) and x.layout in SPARSE)
+    return tuple(item.name for item, x in pairs if isinstance(x, Tensor) and x.layout in SPARSE_LAYOUTS)
 
 
 def has_channels_last(x: Tensor) -> bool:
