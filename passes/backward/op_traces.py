@@ -146,8 +146,8 @@ def _history(tensor: Tensor) -> tuple[Any, ...]:
 class _OpRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records one op. `made`: as of `Recording`."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes, ())
+    def __init__(self, traces: OpTraces) -> None:
+        super().__init__(traces.sizes, traces.device, ())
         self.made: list[tuple[str, str, str | None]] = []
 
     def fresh(self, wish: str) -> str:
@@ -209,7 +209,7 @@ class OpTrace:
 
     def __init__(self, traces: OpTraces, op: Op, reads: Mapping[str, Any], forms: tuple[Form, ...]) -> None:
         self.traces, self.op, self.reads, self.forms = traces, op, reads, forms
-        self.recorder = _OpRecorder(traces.sizes)
+        self.recorder = _OpRecorder(traces)
         self.stand_ins = [form.made() for form in forms]
         for number, tensor in enumerate(self.stand_ins):
             self.recorder.hold(tensor, f"<{number}")

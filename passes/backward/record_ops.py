@@ -21,6 +21,7 @@ from torch import Tensor
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.program.program import OWN_DEVICE
 from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
@@ -58,7 +59,8 @@ _SIZE_FUNCTIONS: dict[str, Any] = {
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records ops into `ops`, which the owner replaces. Enter it inside of a FakeTensorMode.
+    """Records ops into `ops`, which the owner replaces. Enter it inside of a FakeTensorMode. An op that makes a tensor
+    on `device`, that of the trace, makes it on the stage's own device: a replica of the stage has another one.
 
     - `names`: the name of each tensor, by id; `types`: the type of each name.
     - `origin`: the origin of what is recorded now, or a function that gives it.
@@ -66,9 +68,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - `memory`: for each name the first name of its memory, and the bytes of all that memory.
     """
 
-    def __init__(self, sizes: Sizes, taken: Collection[str]) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, taken: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = sizes
+        self.sizes, self.device = sizes, device
         self.taken = set(taken)
         self.ops: list[Op] = []
         self.names: dict[int, str] = {}
@@ -156,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with unset_fake_temporarily():
             numbers = real.tolist()
         self.types[name] = kind = self.type_of(made)
-        given = {"dtype": made.dtype, "device": made.device}
+        given = {"dtype": made.dtype, "device": self._placed(made.device)}
         self.ops.append(Op(name, torch.tensor, (numbers,), given, kind, self.origin()))
         return name
 
@@ -181,7 +183,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Ref(self.sizes.numbers[leaf.node.expr])
         if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
             raise Refused(f"{func} computes with a number that depends on sizes")
-        return leaf
+        return self._placed(leaf) if isinstance(leaf, torch.device) else leaf
+
+    def _placed(self, device: torch.device) -> Any:
+        return OWN_DEVICE if device == self.device else device
 
     def size(self, text: int | str) -> Any:
         """A size as an argument: a number, or a reference to the size or to an op that computes it."""

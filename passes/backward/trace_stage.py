@@ -138,7 +138,7 @@ def _traced(
         except ValueError as error:
             raise Refused(str(error)) from None
         traces = known.taken(sizes, device_of(stage.device))
-        recorder = Recorder(traces.sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
+        recorder = Recorder(traces.sizes, traces.device, {*program.types, *(f"d{name}" for name in _names(stage))})
         task = Task(program, stage, traces, recorder, orders)
         try:
             with _silent(), left_to_right():

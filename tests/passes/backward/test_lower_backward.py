@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.ir.graph.graph import called
 from fxpipe.ir.program.backward import Backward, halves
-from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.program import OWN_DEVICE, Program
 from tests.helpers.coded_programs import coded
 
 
@@ -97,3 +98,26 @@ def test_a_gradient_is_summed_in_the_shape_of_its_weight() -> None:
     assert sorted(map(str, sums)) == ["(0,)", "([0], True)", "([0], True)", "([0], True)"]
     for weight, gradient in backward.weights:
         assert getattr(program.types[gradient], "shape", ()) == getattr(program.types[weight], "shape", None)
+
+
+class Factories(nn.Module):
+    """Makes tensors on the device of its input, as its backward does too, and one of a list of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x) + torch.zeros(4, device=x.device)
+        return torch.cat(
+            [x[:, [0, 2]], torch.cumsum(x, 1), x.index_fill(1, torch.tensor([1], device=x.device), 2.0)], 1
+        )
+
+
+def test_a_stage_makes_tensors_on_its_own_device() -> None:
+    """A replica of the stage is on another device than the one on which it was traced."""
+    program = coded(Factories(), torch.randn(6, 4))
+    stage, backward = program.stages[0], backward_of(program)
+    given = [leaf for op in (*stage.ops, *backward.ops) for leaf in pytree.tree_leaves((op.args, dict(op.kwargs)))]
+    assert OWN_DEVICE in given
+    assert not [leaf for leaf in given if isinstance(leaf, torch.device)]

@@ -34,6 +34,7 @@ def steps(name: str, schedule: str, checkpoint: str, replicas: tuple[int, ...] |
 QUICK: dict[str, Row] = {  # by default over gloo, and on the test device
     "skips, zb-v": steps("skip ladder", "zb-v", "except_last"),
     "a mesh with FSDP2": (meshes.schedules_are_the_model, ("dp pp", "fsdp", ["1f1b", "zb-h1"], MODE), ALL),
+    "replicas": steps("tied transformer", "1f1b", "except_last", (2, 1), 3),
     "Ctrl-C": (rendezvous.interrupt, (MODE,), (0, 1, 2)),
 }
 ROWS: dict[str, Row] = {
@@ -41,7 +42,6 @@ ROWS: dict[str, Row] = {
     **{f"tied weights, {name}": steps("tied transformer", name, "never") for name in SCHEDULES},
     "statistics, 1f1b": steps("batch norm", "1f1b", "always"),
     "numbers, zb-h1": steps("numbers", "zb-h1", "except_last", count=3),
-    "replicas": steps("tied transformer", "1f1b", "except_last", (2, 1), 3),
     "ZeRO-1": (replica_groups.optimizer_is_sharded, (MODE, FOLDER), ALL),
     "a stage of four": (tensor.plan_is_the_model, ("blocks", "a stage of four", MODE), ALL),
     "two stages of two": (tensor.plan_is_the_model, ("joined", "two stages of two", MODE), ALL),
