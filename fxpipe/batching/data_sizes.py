@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, map_leaves, op_name, refs
+from fxpipe.ir.graph.graph import Graph, Op, Ref, called, is_opaque, map_leaves, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import memory
@@ -50,16 +50,25 @@ def unnamed_sizes(kind: ValueType) -> set[str]:
     return set(filter(FROM_VALUES.fullmatch, names))
 
 
+def reads_numbers(graph: Graph) -> bool:
+    """Whether the number of a tensor is read: by Python, or for a size by an op, as in `x.split([first, second])`."""
+    numbers = {name for name, kind in graph.types.items() if isinstance(kind, TensorType) and not kind.shape}
+    return any(
+        called(op) == "item" or (unnamed_sizes(op.type) and not numbers.isdisjoint(op.operands)) for op in graph.ops
+    )
+
+
 def with_named_data_sizes(graph: Graph) -> Graph:
     """The graph, where sizes that a mask decides have a name and a bound; others keep torch's name."""
     given = {size.name for size in graph.sizes} | {item.name for item in graph.inputs}
     if not any(unnamed_sizes(op.type) - given for op in graph.ops):
         return graph
-    types, first, texts = dict(graph.types), first_equal(graph), dict[str, str]()
+    types, first, texts, seen = dict(graph.types), first_equal(graph), dict[str, str](), set[str]()
     known: dict[Any, str] = {}
     names = (name for number in count() if (name := f"u{number}") not in given)
     for op in graph.ops:
-        new = unnamed_sizes(op.type) - given - texts.keys()
+        new = unnamed_sizes(op.type) - given - seen
+        seen |= new
         if isinstance(op.target, Opaque) and new:
             rows = op.target.about_rows(cut=any(item.batch_dim is not None for item in graph.inputs))
             texts |= {size: f"{next(names)}<={rows}" for size in sorted(new)}

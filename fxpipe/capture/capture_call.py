@@ -35,6 +35,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.batching.data_sizes import reads_numbers
 from fxpipe.batching.mixed_samples import Reduce
 from fxpipe.capture.batch_size.baked_batch_size import DryPass, at_two_sizes
 from fxpipe.capture.batch_size.batch_size_checks import conditions
@@ -53,7 +54,7 @@ from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
-from fxpipe.ir.graph.graph import Graph, Mixed, called
+from fxpipe.ir.graph.graph import Graph, Mixed
 from fxpipe.ir.sample_lists import BatchDim
 
 from .call_arguments import Arguments, Assumed, Call, Leaf, RequestedCall, with_static_sizes
@@ -236,8 +237,7 @@ class CallCapture:
                 return self._completed(request, run)
         except CaptureError as error:
             draft = kind.drafted if with_static_sizes(self.assumed, attempt.call) is None else None
-            items = draft is not None and any(called(op) == "item" for op in draft.graph.ops)
-            if items and self.trace_modes.may("values"):
+            if draft is not None and reads_numbers(draft.graph) and self.trace_modes.may("values"):
                 self.reset()
                 self.trace_modes.used |= {"values"}
                 return self._completed(request, run)

@@ -314,7 +314,7 @@ class _Configured:
                 saved_variables(),
                 context_variables(variables),
                 cudnn_flags(),
-                recorded_runs(),
+                recorded_runs(self.values.value),
                 python_effects(self.effects),
                 no_items_of(has_no_values),
                 quiet("torch._subclasses.fake_tensor"),  # our error says it better

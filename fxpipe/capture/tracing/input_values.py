@@ -110,10 +110,11 @@ class ReadValues:
         graph.eliminate_dead_code(lambda node: node in kept or node.is_impure())
         return ValuesRead(fx.GraphModule({}, graph), tuple(self._paths), tuple(self._read.values()))
 
-    def value(self, node: fx.Node, truth: bool) -> Tensor | None:
-        """The value of a tensor of the trace, if it is known. `truth`: only whether it is true is asked."""
+    def value(self, node: fx.Node, truth: bool = False, asking: fx.Node | None = None) -> Tensor | None:
+        """The value of a tensor of the trace, if it is known. `truth`: only whether it is true is asked; `asking`: the
+        op that asks, which has written nothing yet."""
         needed, writers = self._needed([node]), set[fx.Node]()
-        while needed is not None and (more := _writers(needed, node.graph) - writers):
+        while needed is not None and (more := _writers(needed, node.graph) - {*writers, asking}):
             writers |= more
             needed = self._needed([*needed, *writers])
         if needed is None:

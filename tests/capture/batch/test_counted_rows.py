@@ -243,3 +243,51 @@ def test_rows_and_back() -> None:
     made = counted("rows", rows, "counts", counts)
     assert made.places.sum(1).tolist() == [2, 0, 4]
     torch.testing.assert_close(made.together(), rows)
+
+
+# Parts of samples that are as long as a tensor says -------------------------------------------------------------------
+
+
+class Lengths(nn.Module):
+    """Goes on only with sizes that data decide, so that it is kept whole: it takes and gives as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = x + self.fc(torch.cat([part.softmax(0) for part in x.split(lengths.tolist())]))
+        return x * 2 if x.shape[0] > 1 else x
+
+
+class Cropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 8), nn.ModuleList(Lengths() for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        rows = torch.cat([one[:length] for one, length in zip(self.first(x), lengths, strict=True)])
+        for layer in self.layers:
+            rows = layer(rows, lengths)
+        return torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
+
+
+class Cropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.crop, self.head = Cropping(), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.head(self.crop(x, lengths))
+
+
+@pytest.mark.filterwarnings("ignore:.*is kept whole")
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_samples_cropped_to_their_lengths(chunks: int) -> None:
+    torch.manual_seed(0)
+    model, x, target = Cropped().double(), torch.randn(4, 5, 6).double(), torch.randn(4, 3).double()
+    pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=chunks)
+    for lengths in (torch.tensor([2, 3, 5, 2]), torch.tensor([4, 2, 3, 2])):
+        model.zero_grad(), pipe.model.zero_grad()
+        found = pipe.step(x, lengths, target=target, loss_fn=F.mse_loss)
+        is_step_of(model, pipe, F.mse_loss(model(x, lengths), target), found)

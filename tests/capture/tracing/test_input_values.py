@@ -173,7 +173,17 @@ def written_between(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Te
     return x * (before + int(shifted.max().item())) if (shifted[:, 1:] == row).all() else x
 
 
-LOOKS = [checked, short_cut, marked, either, while_there_are, longest, counted, written_before, written_between]
+def read_by_ops(self: Tokens, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Tensors of which torch reads the numbers inside of ops."""
+    shortest = mask.sum(1).long().min()
+    x, rest = x.split([shortest, mask.shape[1] - shortest], 1)
+    halves = x.reshape(x.shape[0], shortest, 2, 4) + rest.sum((1, 2))[:, None, None, None]
+    return halves.flatten(2) * torch.arange(shortest)[:, None] * torch.ones(shortest, 1, dtype=x.dtype)
+
+
+LOOKS = [
+    checked, short_cut, marked, either, while_there_are, longest, counted, written_before, written_between, read_by_ops,
+]  # fmt: skip
 IDS = torch.randint(1, 20, (8, 6), generator=torch.Generator().manual_seed(1))
 ONES = torch.ones(8, 6, dtype=torch.float64)
 HOLES = ONES.clone()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from fxpipe.torch_internals.compiling.dynamic_sizes import depends_on_data
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor
 from fxpipe.torch_internals.tracing.trace_context import op_runs
 
+from .numbers_asked import NumbersAsked, ValueOf
 from .observed_writes import Effects, as_fake, memory, tensors_in
 
 RAN = "fxpipe_ran"  # the place of a record in a node's `meta`
@@ -55,14 +56,23 @@ class Ran:
 
 
 @contextmanager
-def recorded_runs() -> Iterator[None]:
-    """A context in which Dynamo keeps in `meta` of each node how it ran the op."""
+def recorded_runs(value_of: ValueOf) -> Iterator[None]:
+    """A context in which Dynamo keeps in `meta` of each node how it ran the op. `value_of`: as in numbers_asked.py."""
     traces: weakref.WeakKeyDictionary[fx.Graph, Trace] = weakref.WeakKeyDictionary()  # that of a layer is another one
 
     def run_node(running: Any, tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        before, trace = _flags(args, kwargs), traces.setdefault(node.graph, Trace())
-        with Effects() as effects:
-            value = as_fake(running(tracer, node, args, kwargs, nnmodule))
+        trace = traces.setdefault(node.graph, Trace())
+        numbers, asked = NumbersAsked(node), False
+        while True:
+            before = _flags(args, kwargs)
+            with Effects() as effects, numbers if numbers.tensors else nullcontext():
+                try:
+                    value = as_fake(running(tracer, node, args, kwargs, nnmodule))
+                    break
+                except Exception:
+                    if asked or not numbers.asked:
+                        raise
+            asked, (args, kwargs) = True, numbers.answered(args, kwargs, value_of)
         if effects.reshaped or before is None or before != _flags(args, kwargs):
             trace.reliable = False
         elif depends_on_arguments(node) and _is_plain(value) and not torch.is_inference_mode_enabled():
