@@ -79,10 +79,21 @@ class Watched(ModuleType):
             return found
         if isinstance(found, ModuleType):
             return Watched(found, self._trap)
-        if not callable(found):
-            return found
-        trap = self._trap
-        return lambda *args, **kwargs: trap.call(found, *args, **kwargs)
+        return WatchedFunction(found, self._trap) if callable(found) else found
+
+
+@dataclass
+class WatchedFunction:
+    """Stands for a function of torch's, or an op with its overloads: each is called through the trap."""
+
+    function: Callable[..., Any]
+    trap: Trap
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trap.call(self.function, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return WatchedFunction(getattr(self.function, name), self.trap)
 
 
 @contextmanager
