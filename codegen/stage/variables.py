@@ -121,8 +121,9 @@ class _Names:
         return name
 
     def new(self, value: str, position: int) -> str:
-        """A variable for the result of the op at `position`."""
-        name = self._first_free((identifier(re.sub(r"(?<=.)_\d+$", "", value)), identifier(value)), position)
+        """A variable for the result of the op at `position`: `view`, else `view_9`, for what is called `view_9_`."""
+        wish = re.sub(r"(?<=\d)_+$|(?<=_)_+$", "", value)
+        name = self._first_free((identifier(re.sub(r"(?<=.)_\d+$", "", wish)), identifier(wish)), position)
         self.holder[name] = value
         return name
 

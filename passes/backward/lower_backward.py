@@ -30,6 +30,7 @@ from fxpipe.passes.backward.readable_ops import (
     with_reshapes,
     with_same_sizes,
     with_unknown_size,
+    without_expands,
 )
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.selective import Recorded, computed_again, in_halves, is_cheap
@@ -161,7 +162,8 @@ def _lowered(
     takes = tuple((name, final(gradient) if gradient else "") for name, gradient in traced.takes)
     weights = tuple((name, final(gradient)) for name, gradient in traced.weights)
     wanted = {gradient for _, gradient in (*takes, *weights) if gradient}
-    backward, plain = with_plain_sums(_alive(backward, wanted), types, wanted)
+    backward, counts = without_expands(_alive(backward, wanted), types, wanted)
+    backward, plain = with_plain_sums(backward, types, wanted)
     backward, weights = _with_own_memory(backward, takes, weights, types)
     ops = _forward(stage, pieces, {name for op in backward for name in op.reads}, types)
     made_here = {op.name for op in backward}
@@ -182,6 +184,7 @@ def _lowered(
     needs = {name for op in (*ops, *backward) for name in op.reads if name in numbers}
     stage_takes = (*stage.takes, *sorted(needs - set(stage.takes)))
     keeps = (*keeps, *sorted(read & numbers - set(keeps)))
+    memory |= {name: (name, count) for name, count in counts.items()}
     memory = {final(name): (final(owner), size) for name, (owner, size) in memory.items()}
     scattered = frozenset(map(final, traced.scattered))
     code = Backward(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
+from fxpipe.batching.data_sizes import product
+from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import Op, Ref, rename
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.graph.value_types import Dim, TensorType, ValueType
 from fxpipe.torch_internals.operator_classes import OpOverload, overload_name, schema
 
 aten = torch.ops.aten
@@ -117,8 +120,8 @@ def with_same_sizes(op: Op, types: Mapping[str, ValueType]) -> Op:
 def simplified(
     ops: Sequence[Op], types: Mapping[str, ValueType], keep: Collection[str] = ()
 ) -> tuple[list[Op], dict[str, str]]:
-    """The ops without those that undo each other (`x.t().t()`) or do nothing (an `expand` to the same shape, a reshape
-    to it), where no memory is written; and what the names of these are now. The values in `keep` stay."""
+    """The ops without those that undo each other (`x.t().t()`) or do nothing (an `expand` or a reshape to the same
+    shape, a power of 1), where no memory is written; and what the names of these are now. The values in `keep` stay."""
     if any(op.writes for op in ops):
         return list(ops), {}
     made: dict[str, Op] = {}
@@ -131,7 +134,7 @@ def simplified(
         if op.name in keep:
             made[op.name] = op
             found.append(op)
-        elif op.target in ("expand", *_RESHAPES) and _alike(types.get(source), op.type):
+        elif (op.target in ("expand", *_RESHAPES) or _is_first_power(op)) and _alike(types.get(source), op.type):
             same[op.name] = source
         elif before is not None and _undoes(op, before):
             same[op.name] = before.args[0].name
@@ -144,6 +147,49 @@ def simplified(
             made[op.name] = op
             found.append(op)
     return found, same
+
+
+def without_expands(
+    ops: Sequence[Op], types: dict[str, ValueType], wanted: Collection[str]
+) -> tuple[list[Op], dict[str, Dim]]:
+    """The ops with `x / 64 * y` in place of `x.expand(8, 64) / 64 * y`, where y has the shape to which x is expanded,
+    nothing else needs the expanded one, and no memory is written: the elements are the same. Also the bytes of those
+    that have fewer elements now."""
+    if any(op.writes for op in ops):
+        return list(ops), {}
+    readers = defaultdict[str, list[Op]](list)
+    expanded = set[str]()  # and what is made of these and of numbers
+    for op in ops:
+        tensors = [name for name in op.reads if isinstance(types.get(name), TensorType)]
+        for name in tensors:
+            readers[name].append(op)
+        if op.target == "expand" or (_is_pointwise(op) and len(tensors) == 1 and tensors[0] in expanded):
+            expanded.add(op.name)
+
+    @cache
+    def is_repeated(name: str) -> bool:
+        """Whether whatever reads it repeats its elements anyway."""
+        return name not in wanted and all(
+            is_repeated(op.name)
+            if op.name in expanded and op.target != "expand"
+            else _is_pointwise(op) and any(_alike(types.get(x), op.type) for x in op.reads if x not in expanded)
+            for op in readers[name]
+        )
+
+    now: dict[str, str] = {}
+    counts: dict[str, Dim] = {}
+    found = []
+    for op in ops:
+        if op.target == "expand" and is_repeated(op.name):
+            now[op.name] = op.args[0].name
+            continue
+        sources = [types[now.get(name, name)] for name in op.reads if name in now or name in counts]
+        op = rename(op, now)
+        if op.name in expanded and sources and isinstance(op.type, TensorType) and isinstance(sources[0], TensorType):
+            types[op.name] = kind = replace(op.type, shape=sources[0].shape)
+            op, counts[op.name] = replace(op, type=kind), f"{DTYPES[kind.dtype].size}*{product(kind.shape)}"
+        found.append(op)
+    return found, counts
 
 
 def with_plain_sums(
@@ -187,6 +233,14 @@ def _alike(one: ValueType | None, other: ValueType) -> bool:
         and isinstance(other, TensorType)
         and (one.dtype, one.shape) == (other.dtype, other.shape)
     )
+
+
+def _is_pointwise(op: Op) -> bool:
+    return op.target in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg) and not op.kwargs
+
+
+def _is_first_power(op: Op) -> bool:
+    return op.target is operator.pow and op.args[1:] in ((1,), (1.0,))
 
 
 def _undoes(op: Op, before: Op) -> bool:

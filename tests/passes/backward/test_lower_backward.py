@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.graph.graph import called
+from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.backward import Backward, halves
 from fxpipe.ir.program.program import OWN_DEVICE, Program
 from tests.helpers.coded_programs import coded
@@ -121,3 +124,40 @@ def test_a_stage_makes_tensors_on_its_own_device() -> None:
     given = [leaf for op in (*stage.ops, *backward.ops) for leaf in pytree.tree_leaves((op.args, dict(op.kwargs)))]
     assert OWN_DEVICE in given
     assert not [leaf for leaf in given if isinstance(leaf, torch.device)]
+
+
+class Scaled(nn.Module):
+    """Divides by the root of the mean of squares, as RMSNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+
+
+def test_what_an_expand_only_repeats_is_computed_once() -> None:
+    program = coded(Scaled(), torch.randn(6, 4))
+    backward = backward_of(program)
+    assert "expand" not in [op.target for op in backward.ops]
+    assert [op.args[1] for op in backward.ops if op.target is operator.pow] == [3]
+    (part,) = [op for op in backward.ops if op.target is operator.truediv]
+    assert isinstance(part.type, TensorType)
+    assert (part.type.shape, backward.memory[part.name]) == (("b", 1), (part.name, "4*b"))
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).mean(-1, keepdim=True)
+
+
+def test_an_expand_stays_where_other_ops_need_it() -> None:
+    """A matrix product of it, which may read memory in another order."""
+    backward = backward_of(coded(Pooled(), torch.randn(6, 4)))
+    assert [op.target for op in backward.ops].count("expand") == 1
