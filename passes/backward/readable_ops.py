@@ -62,6 +62,9 @@ def readable(op: Op) -> Op:
     name = schema(func).name.partition("::")[2]
     skips = any(isinstance(argument, list) and None in argument for argument in op.args)  # torch.index_put refuses it
     if func.namespace == "aten" and name[0] != "_" and callable(getattr(torch, name, None)) and not skips:
+        later = {argument.name: argument.default_value for argument in schema(func).arguments[len(op.args) :]}
+        if "reduction" in later:  # which is a mean by default, and in the function of this name it is none
+            plain = {"reduction": later["reduction"], **plain}
         return replace(op, target=getattr(torch, name), kwargs=plain)
     if overload_name(func) == "default":
         return replace(op, target=func.overloadpacket, kwargs=plain)
