@@ -139,7 +139,7 @@ class Subject:
         graph = pipe.build.graph
         if differ and "replicas" in setting.options and opaques(graph):
             raise PartlyWhole  # of which a slice of a micro-batch may be another thing than the micro-batch
-        if not differ or graph.totals is None:
+        if not differ or (graph.totals is None and graph.epilogue is None):
             return differ
         differ = list(
             differences(
