@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from inspect import isbuiltin
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def readable(op: Op) -> Op:
         return replace(op, target=operator.getitem, args=(op.args[0], (*[slice(None)] * op.args[1], cut)), kwargs={})
     name = schema(func).name.partition("::")[2]
     skips = any(isinstance(argument, list) and None in argument for argument in op.args)  # torch.index_put refuses it
-    if func.namespace == "aten" and name[0] != "_" and callable(getattr(torch, name, None)) and not skips:
+    # Functions of torch that are written in Python may take and give something else.
+    if func.namespace == "aten" and name[0] != "_" and isbuiltin(getattr(torch, name, None)) and not skips:
         later = {argument.name: argument.default_value for argument in schema(func).arguments[len(op.args) :]}
         if "reduction" in later:  # which is a mean by default, and in the function of this name it is none
             plain = {"reduction": later["reduction"], **plain}
