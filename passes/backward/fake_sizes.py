@@ -26,6 +26,7 @@ TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 SMALL = (3, 5, 7, 11, 13)
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
 LEAST = 29  # by smaller ones, no size is recognised, unless all are small
+MOST = 257  # numbers below are tried where a condition leaves only one
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 
@@ -86,6 +87,8 @@ class Sizes:
             other = next((one for one in primes if self._meets(chosen | {name: primes[one]})), None)
             if prime is None and other is not None:
                 equal[name] = other
+            elif prime is None and len(only := [n for n in range(1, MOST) if self._meets(chosen | {name: n})]) == 1:
+                self.fixed[name] = only[0]  # as where 16 * b == b * seq
             else:
                 primes[name] = prime or free[0]
                 free.remove(primes[name])
@@ -105,9 +108,9 @@ class Sizes:
         """The shape of a type, with symbols."""
         return [dim_size(dim, self.values) for dim in kind.shape]
 
-    def knows(self, size: torch.SymInt) -> bool:
-        """Whether a size is one of the program's, or computed from them."""
-        return bool(size.node.expr.free_symbols <= self._named.keys())
+    def knows(self, size: int | torch.SymInt) -> bool:
+        """Whether a size is a number, one of the program's, or computed from them."""
+        return not isinstance(size, torch.SymInt) or bool(size.node.expr.free_symbols <= self._named.keys())
 
     def text(self, value: Any) -> Dim:
         """A size as a type says it: a number, or an expression over the names."""

@@ -17,6 +17,7 @@ from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.program import OWN_DEVICE
 from fxpipe.passes.backward.fake_sizes import Sizes
 from fxpipe.runtime.autograd.contiguous_layout import inverse
+from fxpipe.runtime.microbatch import checked_places
 
 
 @contextmanager
@@ -49,6 +50,8 @@ def empty(kind: TensorType, order: Sequence[int], sizes: Sizes, device: torch.de
 
 def run_op(op: Op, values: Mapping[str, Any], around: tuple[Region, ...], device: torch.device) -> Any:
     """The value of an op of a stage on `device`, within its regions and those around all ops."""
+    if op.target is checked_places:  # it returns the mask, which has values only in a run
+        return values[op.args[0].name]
     args, kwargs = map_leaves((op.args, dict(op.kwargs)), lambda leaf: device if leaf is OWN_DEVICE else leaf)
     alone = replace(op, args=args, kwargs=kwargs, regions=(*around, *op.regions), draw=None)
     return within(alone, values, lambda number: nullcontext())

@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args = _without_statistics(func, args)
         given = map_leaves((args, dict(kwargs)), lambda leaf: self._leaf(leaf, func))
         wish = schema(func).name.partition("::")[2].strip("_")
-        if wish in UNKNOWN:
+        if wish in UNKNOWN or not all(self.sizes.knows(size) for x in tensors for size in x.shape):
             raise Refused(f"{wish} has a result of a size that only a run tells")
         again = bool(writes) and written[0] is result and writes[0] in self.types  # x.mul_(2) is x again
         name = self.fresh_like(writes[0]) if again else self.fresh(wish)

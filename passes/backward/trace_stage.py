@@ -35,6 +35,7 @@ from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.trace_whole import WholeTracing
 from fxpipe.passes.backward.traces import Orders, Task, Trace, Tracing, run_tracing
+from fxpipe.runtime.microbatch import checked_places
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
@@ -97,7 +98,7 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"{op.target.name} keeps state in Python"
         if called(op) == "each_sample":
             return f"a loop over samples, which have numbers of their own, at {op.origin}"
-        if not isinstance(op.target, HigherOrderOperator) and not known(op.target):
+        if not (isinstance(op.target, HigherOrderOperator) or op.target is checked_places or known(op.target)):
             return f"{called(op)} is not an operation of torch, at {op.origin}"
         if called(op) == ENTER_VMAP:
             return f"a vmap, at {op.origin}"

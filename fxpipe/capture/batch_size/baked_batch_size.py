@@ -210,10 +210,11 @@ class _Ops:
     def _dim(self, one: Dim, two: Dim, op: Op | None) -> Dim:
         if one == two:
             return one
-        found = None if isinstance(one, str) or isinstance(two, str) else linear(one, two, self.rows)
-        if found is None:
+        (first, size), (second, other) = _times(one), _times(two)
+        found = linear(first, second, self.rows) if size == other else None
+        if found is None or (size and found[1]):
             raise refuse(op, f"makes a size of {one} for {self.rows[0]} samples and of {two} for {self.rows[1]}")
-        return as_text(*found)
+        return f"{as_text(*found)}*{size}" if size else as_text(*found)
 
     def _number(self, one: float, two: float, op: Op) -> Ref:
         """The value of a number that depends on the batch size."""
@@ -272,6 +273,14 @@ def linear(one: float, two: float, rows: tuple[int, int]) -> tuple[int, int] | N
         return None
     factor = (two - one) // (rows[1] - rows[0])
     return factor, one - factor * rows[0]
+
+
+def _times(dim: Dim) -> tuple[int, str]:
+    """A factor, and what it is multiplied with: for 12 that is nothing, for "3*seq" it is "seq"."""
+    if isinstance(dim, int):
+        return dim, ""
+    factor, _, rest = dim.partition("*")
+    return (int(factor), rest) if factor.isdigit() else (1, dim)
 
 
 def as_text(factor: int, rest: int) -> Dim:

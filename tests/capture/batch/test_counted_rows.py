@@ -236,6 +236,8 @@ def test_rows_in_their_places_without_counts(single: bool) -> None:
     pipe = fxpipe.compile(copy.deepcopy(model), devices=2, chunks=3)
     found = pipe.step(ids, image, target=ids, loss_fn=token_loss)
     is_step_of(model, pipe, token_loss(model(ids, image), ids), found)
+    reasons = [stage.autograd_because for stage in pipe.build.program.stages if stage.autograd_because]
+    assert [("a size that only a run tells" in reason) for reason in reasons] == ([] if single else [True])
 
 
 def test_rows_and_back() -> None:

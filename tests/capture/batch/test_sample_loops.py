@@ -418,3 +418,27 @@ def test_what_is_done_for_the_whole_batch_only_is_refused(body: Any, chunks: int
         torch.testing.assert_close(pipe(x), pipe.model(x))
     with closing(fxpipe.compile(Model(body), 2, chunks)) as pipe:
         torch.testing.assert_close(pipe(x[:8]), pipe.model(x[:8]))
+
+
+class Labelled(nn.Module):
+    """Goes through its samples one by one, so that its graphs are for one number of them, and for any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = torch.stack([self.body(one).tanh() for one in self.words(ids)])
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_other_sizes_are_compared_where_the_batch_size_is_fixed(chunks: int) -> None:
+    model = Labelled().double()
+    with closing(fxpipe.compile(copy.deepcopy(model), 2, chunks)) as pipe:
+        for length in (7, 5):
+            ids, labels = torch.randint(10, (4, length)), torch.randint(10, (4, length))
+            torch.testing.assert_close(pipe.step(ids, labels), model(ids, labels).detach())
+        assert pipe.build.program.stages[-1].backward is not None
+        with pytest.raises(ValueError, match="batch_size"):
+            pipe.step(ids[:, :3], labels)

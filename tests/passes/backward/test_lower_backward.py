@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.backward import Backward, halves
 from fxpipe.ir.program.program import OWN_DEVICE, Program
+from fxpipe.passes.backward.fake_sizes import Sizes
 from tests.helpers.coded_programs import coded
 
 
@@ -161,3 +163,13 @@ def test_an_expand_stays_where_other_ops_need_it() -> None:
     """A matrix product of it, which may read memory in another order."""
     backward = backward_of(coded(Pooled(), torch.randn(6, 4)))
     assert [op.target for op in backward.ops].count("expand") == 1
+
+
+@pytest.mark.parametrize(
+    ("condition", "fixed"),
+    [("b == 1 or (16*b) == (b*seq)", {"seq": 16}), ("seq % 8 == 0", {}), ("seq == 5", {"seq": 5}), ("seq < 40", {})],
+)
+def test_a_size_that_conditions_leave_no_choice_is_a_number(condition: str, fixed: dict[str, int]) -> None:
+    sizes = Sizes(("b", "seq"), (), conditions=(condition,))
+    assert sizes.fixed == fixed
+    assert {*sizes.primes, *sizes.fixed} == {"b", "seq"}
