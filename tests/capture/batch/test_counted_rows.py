@@ -88,7 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
 GRIDS = ((1, 3), (2, 2), (1, 1), (2, 3), (1, 2))
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way in ("1f1b", "replicas")))
+@pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way == "1f1b"))
 @pytest.mark.parametrize("whole", [False, True])
 def test_steps_are_those_of_the_model(way: str, whole: bool) -> None:
     """Also with another number of samples, and of patches."""

@@ -37,6 +37,7 @@ def strange():
 FOUR = preset("p100:4")
 
 
+@pytest.mark.slow
 def test_it_is_never_slower_than_data_parallelism() -> None:
     found = search(alexnet(32), FOUR, budget=1)
     assert 0 < found.seconds <= found.data_parallel.seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.helpers.marks import mostly_slow
@@ -27,8 +29,10 @@ def test_the_models_own_methods(pool: Pool) -> None:
     pool.run(one_home.the_models_own_methods, ranks=PAIR)
 
 
-@pytest.mark.parametrize("closes", ["at once", "later", "never"])
-@pytest.mark.parametrize("who", [0, 1])
+LEAVES = mostly_slow(product([0, 1], ["at once", "later", "never"]), [(0, "at once"), (1, "never")].__contains__)
+
+
+@pytest.mark.parametrize(("who", "closes"), LEAVES)
 def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:
     found = pool.run(one_home.one_leaves, who, closes, ranks=PAIR)
     assert found[who] == ["ValueError: no more data", "all went well"] * 2

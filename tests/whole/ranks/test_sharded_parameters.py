@@ -23,6 +23,7 @@ def test_a_rank_has_its_share_of_the_parameters(pool: Pool) -> None:
     assert pool.run(sharded_parameters.memory, (4,)) == [(1 / 4, 1, 1 / 4)] * 4
 
 
+@pytest.mark.slow
 def test_around_steps(pool: Pool, tmp_path: Path) -> None:
     pool.run(sharded_parameters.around_steps, tmp_path / "saved", (2, 2), (3, 1))
 

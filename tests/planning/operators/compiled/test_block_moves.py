@@ -19,7 +19,7 @@ def placed(graph):
 
 @pytest.mark.parametrize(
     ("graph", "steps"),
-    [(translation(), 150), pytest.param(branches(), 150, marks=pytest.mark.long)],
+    [(translation(), 50), pytest.param(branches(), 150, marks=pytest.mark.long)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_all_times_after_each_leap_and_each_refused_one(graph, steps):
