@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from fxpipe.codegen.text.op_text import in_place_sign
 from fxpipe.codegen.text.source_names import RESERVED, identifier
@@ -121,9 +122,12 @@ class _Names:
         return name
 
     def new(self, value: str, position: int) -> str:
-        """A variable for the result of the op at `position`: `view`, else `view_9`, for what is called `view_9_`."""
-        wish = re.sub(r"(?<=\d)_+$|(?<=_)_+$", "", value)
-        name = self._first_free((identifier(re.sub(r"(?<=.)_\d+$", "", wish)), identifier(wish)), position)
+        """A variable for the result of the op at `position`. What is computed again ends with an underscore in the
+        graph; its variable is `view`, else `view_1`."""
+        base = re.sub(r"(?<=.)_\d+_*$|(?<=_)_+$", "", value)
+        numbered = (name for number in count(1) if self._free(name := f"{base}_{number}", position))
+        other = next(numbered) if value.endswith("_") else value
+        name = self._first_free((identifier(base), identifier(other)), position)
         self.holder[name] = value
         return name
 

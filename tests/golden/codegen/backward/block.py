@@ -174,9 +174,9 @@ class Stage0(Stage):
         view = dlinear.reshape(-1, 8)
         mm = torch.mm(view, self.down.weight)
         t = view.t()
-        view_6 = h.reshape(-1, 16)
-        ddown_weight = accumulate_mm(sums[10], t, view_6)
-        del h, t, view_6
+        view_1 = h.reshape(-1, 16)
+        ddown_weight = accumulate_mm(sums[10], t, view_1)
+        del h, t, view_1
         ddown_bias = accumulate(sums[11], view.sum(dim=0))
         del view
         dh = mm.reshape(-1, 5, 16)
@@ -187,9 +187,9 @@ class Stage0(Stage):
         view = dlinear.reshape(-1, 16)
         mm = torch.mm(view, self.up.weight)
         t = view.t()
-        view_4 = layer_norm_1.reshape(-1, 8)
-        dup_weight = accumulate_mm(sums[8], t, view_4)
-        del layer_norm_1, t, view_4
+        view_1 = layer_norm_1.reshape(-1, 8)
+        dup_weight = accumulate_mm(sums[8], t, view_1)
+        del layer_norm_1, t, view_1
         dup_bias = accumulate(sums[9], view.sum(dim=0))
         del dlinear, view
         dlayer_norm = mm.reshape(-1, 5, 8)
@@ -208,9 +208,9 @@ class Stage0(Stage):
         view = dlinear.reshape(-1, 8)
         mm = torch.mm(view, self.out.weight)
         t = view.t()
-        view_2 = y.reshape(-1, 8)
-        dout_weight = accumulate_mm(sums[4], t, view_2)
-        del y, t, view_2
+        view_1 = y.reshape(-1, 8)
+        dout_weight = accumulate_mm(sums[4], t, view_1)
+        del y, t, view_1
         dout_bias = accumulate(sums[5], view.sum(dim=0))
         del dlinear, view
         dy = mm.reshape(-1, 5, 8)
