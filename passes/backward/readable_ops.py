@@ -64,10 +64,10 @@ def readable(op: Op) -> Op:
     skips = any(isinstance(argument, list) and None in argument for argument in op.args)  # torch.index_put refuses it
     # Functions of torch that are written in Python may take and give something else.
     if func.namespace == "aten" and name[0] != "_" and isbuiltin(getattr(torch, name, None)) and not skips:
-        later = {argument.name: argument.default_value for argument in schema(func).arguments[len(op.args) :]}
-        if "reduction" in later:  # which is a mean by default, and in the function of this name it is none
-            plain = {"reduction": later["reduction"], **plain}
-        return replace(op, target=getattr(torch, name), kwargs=plain)
+        # By default the op takes a mean, and the function of this name does not.
+        omitted = [argument for argument in schema(func).arguments[len(op.args) :] if argument.name == "reduction"]
+        said = {argument.name: argument.default_value for argument in omitted}
+        return replace(op, target=getattr(torch, name), kwargs={**said, **plain})
     if overload_name(func) == "default":
         return replace(op, target=func.overloadpacket, kwargs=plain)
     return replace(op, kwargs=plain)

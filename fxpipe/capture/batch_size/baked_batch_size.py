@@ -276,7 +276,11 @@ def linear(one: float, two: float, rows: tuple[int, int]) -> tuple[int, int] | N
 
 
 def _times(dim: Dim) -> tuple[int, str]:
-    """A factor, and what it is multiplied with: for 12 that is nothing, for "3*seq" it is "seq"."""
+    """A factor, and what it is multiplied with.
+
+    >>> _times(12), _times("3*seq"), _times("seq")
+    ((12, ''), (3, 'seq'), (1, 'seq'))
+    """
     if isinstance(dim, int):
         return dim, ""
     factor, _, rest = dim.partition("*")

@@ -71,6 +71,7 @@ def conditions(traced: Traced, draft: Draft, rows: Collection[int]) -> tuple[str
             continue
         said = printed(expression)
         of_batch = BATCH in {names[s] for s in guard.expr.free_symbols}
+        # It is met by these rows; but with one number of rows, other sizes must still meet it, too.
         if of_batch and rows and (len(rows) > 1 or len(expression.free_symbols) == 1):
             continue
         found.append(f"{BATCH} == 1 or {said}" if of_batch and not _asked_by_user(guard) else said)

@@ -25,7 +25,8 @@ class NumberAsked(Exception):
 class NumbersAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode around a run of a node of Dynamo's: it ends the run where the op reads the number of an argument.
 
-    - `asked`: whether it has done so; then `answered` gives the arguments of the next run, which is not ended.
+    - `tensors`: the arguments that have a number, and their nodes.
+    - `asked`: whether it has ended the run; then `answered` gives the arguments of the next one, which it does not end.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -47,6 +48,7 @@ class NumbersAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = {tensor: value_of(node, asking=self.node) for tensor, node in self.tensors.items()}
             known = {tensor: value.item() for tensor, value in values.items() if value is not None}
         known |= {self.tensors[tensor]: number for tensor, number in known.items()}
+        self.tensors, self.asked = {}, False
 
         def answer(leaf: Any) -> Any:
             return known.get(leaf, leaf) if isinstance(leaf, (Tensor, fx.Node)) else leaf

@@ -62,7 +62,7 @@ def recorded_runs(value_of: ValueOf) -> Iterator[None]:
 
     def run_node(running: Any, tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
         trace = traces.setdefault(node.graph, Trace())
-        numbers, asked = NumbersAsked(node), False
+        numbers = NumbersAsked(node)
         while True:
             before = _flags(args, kwargs)
             with Effects() as effects, numbers if numbers.tensors else nullcontext():
@@ -70,9 +70,9 @@ def recorded_runs(value_of: ValueOf) -> Iterator[None]:
                     value = as_fake(running(tracer, node, args, kwargs, nnmodule))
                     break
                 except Exception:
-                    if asked or not numbers.asked:
+                    if not numbers.asked:
                         raise
-            asked, (args, kwargs) = True, numbers.answered(args, kwargs, value_of)
+            args, kwargs = numbers.answered(args, kwargs, value_of)
         if effects.reshaped or before is None or before != _flags(args, kwargs):
             trace.reliable = False
         elif depends_on_arguments(node) and _is_plain(value) and not torch.is_inference_mode_enabled():
