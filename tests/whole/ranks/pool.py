@@ -29,11 +29,16 @@ PATIENCE = 200  # seconds that one function may take
 LIMIT = timedelta(seconds=60)
 STARTS = 3
 READY = "ready"
+LOST = "connectFullMesh failed"  # of gloo: on a busy machine it may lose a connection while it makes them
 WARM = ["tests.whole.ranks.warm"]
 
 
 class RankFailed(AssertionError):
     """The traceback of a rank."""
+
+
+class ConnectionLost(RankFailed):
+    """torch could not make a group, through no fault of who asked for it. The other ranks may wait for it still."""
 
 
 class Pool:
@@ -45,12 +50,15 @@ class Pool:
         if how == "forkserver":
             self.context.set_forkserver_preload(WARM)
         self.size, self.mode = size, mode or ""
+        self._meet()
+
+    def _meet(self) -> None:
         for _ in range(STARTS):
             self.processes, self.ends, self.folder = self._started()
             if self._ready():
                 return
             self.close()
-        raise RankFailed(f"{size} ranks have not met, {STARTS} times")
+        raise RankFailed(f"{self.size} ranks have not met, {STARTS} times")
 
     def _started(self) -> tuple[list[Any], list[Connection], tempfile.TemporaryDirectory[str]]:
         folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -65,7 +73,7 @@ class Pool:
         return processes, [ours for ours, _ in ends], folder
 
     def _ready(self) -> bool:
-        """Whether all ranks have met. On a busy machine gloo may lose a connection while it makes them."""
+        """Whether all ranks have met."""
         try:
             return all(end.poll(2 * LIMIT.total_seconds()) and end.recv() == READY for end in self.ends)
         except (EOFError, ConnectionError):
@@ -78,17 +86,30 @@ class Pool:
 
     def results(self, ranks: Sequence[int], patience: float = PATIENCE) -> list[Any]:
         """What the function has returned on each rank. Raises RankFailed with the tracebacks of those it failed on."""
-        end = time.monotonic() + patience
-        answered = {
-            rank: self.ends[rank].recv() for rank in ranks if self.ends[rank].poll(max(0.0, end - time.monotonic()))
-        }
-        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in answered.items() if text]
+        end, answered = time.monotonic() + patience, {}
+        while len(answered) < len(ranks):
+            missing = {id(self.ends[rank]): rank for rank in ranks if rank not in answered}
+            ready = wait([self.ends[rank] for rank in missing.values()], max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            answered.update({missing[id(one)]: one.recv() for one in ready})
+            if any(LOST in text for text, _ in answered.values()):
+                raise ConnectionLost("\n".join(text for text, _ in answered.values() if text))
+        failed = [f"rank {rank}:\n{answered[rank][0]}" for rank in ranks if rank in answered and answered[rank][0]]
         failed += [f"rank {rank} does not answer" for rank in ranks if rank not in answered]
         if failed:
             raise RankFailed("\n".join(failed))
         return [answered[rank][1] for rank in ranks]
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] = tuple(range(SIZE))) -> list[Any]:
+        """Once more on new ranks where a connection was lost."""
+        for _ in range(STARTS - 1):
+            self.start(function, *args, ranks=ranks)
+            try:
+                return self.results(ranks)
+            except ConnectionLost:
+                self.close()
+                self._meet()
         self.start(function, *args, ranks=ranks)
         return self.results(ranks)
 
