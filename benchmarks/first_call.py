@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 import fxpipe
-from fxpipe.passes.backward import trace_stage
+from fxpipe.passes.backward.tracing import trace_stage
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH, CHUNKS = 32, 4, 97, 16, 8, 4
 

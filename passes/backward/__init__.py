@@ -1,1 +1,1 @@
-"""Backward as ops: the pass, and what it traces with."""
+"""Backward as ops: the pass, what is made readable, and what is kept or computed again."""

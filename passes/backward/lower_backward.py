@@ -37,7 +37,7 @@ from fxpipe.passes.backward.selective import Recorded, computed_again, in_halves
 from fxpipe.passes.pass_context import PassContext
 
 if TYPE_CHECKING:
-    from fxpipe.passes.backward.traces import Orders, Piece, Trace
+    from fxpipe.passes.backward.tracing.traces import Orders, Piece, Trace
 
 CHECK = RuntimeCall("check_several_values")
 
@@ -46,8 +46,8 @@ def lower_backward(program: Program, context: PassContext) -> Program:
     """The program with the backward of each stage as ops, if code is to compute gradients."""
     if context.backward != "code" or program.graph.loss is None:
         return program
-    from fxpipe.passes.backward.op_traces import KnownTraces  # late: torch's symbolic sizes take a second
-    from fxpipe.passes.backward.trace_stage import layouts, trace
+    from fxpipe.passes.backward.tracing.op_traces import KnownTraces  # late: torch's symbolic sizes take a second
+    from fxpipe.passes.backward.tracing.trace_stage import layouts, trace
 
     known = KnownTraces(_autocasts())
     orders = layouts(program, known)

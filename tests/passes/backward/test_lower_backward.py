@@ -14,7 +14,7 @@ from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.backward import Backward, halves
 from fxpipe.ir.program.program import OWN_DEVICE, Program
-from fxpipe.passes.backward.fake_sizes import Sizes
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes
 from tests.helpers.coded_programs import coded
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.ir.graph.graph import Op, Ref, map_leaves, map_refs
 from fxpipe.ir.graph.value_types import ScalarType
 from fxpipe.passes.backward.readable_ops import readable
-from fxpipe.passes.backward.record_ops import NOWHERE
+from fxpipe.passes.backward.tracing.record_ops import NOWHERE
 from fxpipe.torch_internals.operator_classes import OpOverload, schema
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from fxpipe.ir.graph.evaluate_graph import within
 from fxpipe.ir.graph.graph import Op, Region, map_leaves
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.program import OWN_DEVICE
-from fxpipe.passes.backward.fake_sizes import Sizes
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes
 from fxpipe.runtime.autograd.contiguous_layout import inverse
 from fxpipe.runtime.microbatch import checked_places
 

@@ -16,11 +16,11 @@ import torch
 
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_refs
 from fxpipe.ir.graph.value_types import Dim, TensorType
-from fxpipe.passes.backward.fake_tensors import empty
-from fxpipe.passes.backward.op_traces import OpTrace, Recording
-from fxpipe.passes.backward.record_ops import marked_draws
-from fxpipe.passes.backward.tensor_forms import Form, Gradients, Inseparable, Place, Value, map_values
-from fxpipe.passes.backward.traces import Piece, Shapes, Task, Trace, roots
+from fxpipe.passes.backward.tracing.fake_tensors import empty
+from fxpipe.passes.backward.tracing.op_traces import OpTrace, Recording
+from fxpipe.passes.backward.tracing.record_ops import marked_draws
+from fxpipe.passes.backward.tracing.tensor_forms import Form, Gradients, Inseparable, Place, Value, map_values
+from fxpipe.passes.backward.tracing.traces import Piece, Shapes, Task, Trace, roots
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
 

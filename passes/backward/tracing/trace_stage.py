@@ -27,14 +27,14 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, sized_by_data
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
-from fxpipe.passes.backward.compose_trace import ComposedTracing
-from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
-from fxpipe.passes.backward.fake_tensors import device_of
-from fxpipe.passes.backward.op_traces import KnownTraces
-from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.refused import Refused
-from fxpipe.passes.backward.trace_whole import WholeTracing
-from fxpipe.passes.backward.traces import Orders, Task, Trace, Tracing, run_tracing
+from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes, numbers_in
+from fxpipe.passes.backward.tracing.fake_tensors import device_of
+from fxpipe.passes.backward.tracing.op_traces import KnownTraces
+from fxpipe.passes.backward.tracing.record_ops import Recorder
+from fxpipe.passes.backward.tracing.trace_whole import WholeTracing
+from fxpipe.passes.backward.tracing.traces import Orders, Task, Trace, Tracing, run_tracing
 from fxpipe.runtime.microbatch import checked_places
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from fxpipe.ir.graph.graph import Op, Region
 from fxpipe.ir.graph.value_types import Dim, TensorType, ValueType
 from fxpipe.ir.program.program import Program, Stage
-from fxpipe.passes.backward.fake_sizes import Sizes
-from fxpipe.passes.backward.fake_tensors import on_fake_tensors
-from fxpipe.passes.backward.op_traces import OpTraces
-from fxpipe.passes.backward.record_ops import Recorder
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes
+from fxpipe.passes.backward.tracing.fake_tensors import on_fake_tensors
+from fxpipe.passes.backward.tracing.op_traces import OpTraces
+from fxpipe.passes.backward.tracing.record_ops import Recorder
 
 Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous
 Shapes = dict[str, tuple[Iterable[Any], Iterable[Any]]]  # sizes and strides

@@ -22,8 +22,8 @@ from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE
-from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
 from fxpipe.passes.backward.refused import Refused
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes, size_tree
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema
 from fxpipe.torch_internals.tensor_memory import storage_key

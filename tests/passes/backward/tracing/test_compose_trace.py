@@ -15,10 +15,10 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes import lower
-from fxpipe.passes.backward import trace_stage
-from fxpipe.passes.backward.compose_trace import ComposedTracing
-from fxpipe.passes.backward.op_traces import OpTrace
-from fxpipe.passes.backward.trace_whole import WholeTracing
+from fxpipe.passes.backward.tracing import trace_stage
+from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
+from fxpipe.passes.backward.tracing.op_traces import OpTrace
+from fxpipe.passes.backward.tracing.trace_whole import WholeTracing
 from tests.helpers.backward_nets import Block
 from tests.helpers.coded_programs import coded
 from tests.helpers.marks import mostly_slow

@@ -23,10 +23,10 @@ from torch.autograd.graph import GradientEdge, increment_version
 
 from fxpipe.ir.graph.graph import Op, Ref, Region
 from fxpipe.ir.graph.value_types import Dim, ValueType
-from fxpipe.passes.backward.fake_sizes import Sizes
-from fxpipe.passes.backward.fake_tensors import run_op
-from fxpipe.passes.backward.record_ops import Recorder
-from fxpipe.passes.backward.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes
+from fxpipe.passes.backward.tracing.fake_tensors import run_op
+from fxpipe.passes.backward.tracing.record_ops import Recorder
+from fxpipe.passes.backward.tracing.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
 from fxpipe.torch_internals.tensor_memory import is_view, is_zero_tensor
 from fxpipe.torch_internals.tracing.tensors_without_memory import FakeTensor
 

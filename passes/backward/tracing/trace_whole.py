@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fxpipe.ir.graph.graph import Op, Origin, called
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.passes.backward.fake_tensors import empty, run_op
-from fxpipe.passes.backward.record_ops import NOWHERE, marked_draws
 from fxpipe.passes.backward.refused import Refused
-from fxpipe.passes.backward.traces import Piece, Shapes, Task, Trace, roots
+from fxpipe.passes.backward.tracing.fake_tensors import empty, run_op
+from fxpipe.passes.backward.tracing.record_ops import NOWHERE, marked_draws
+from fxpipe.passes.backward.tracing.traces import Piece, Shapes, Task, Trace, roots
 from fxpipe.torch_internals.autograd_nodes import current_node, next_number, number_of
 
 

@@ -1,0 +1,1 @@
+"""What torch runs forward and backward for the ops of a stage, recorded on tensors without memory."""
