@@ -23,6 +23,7 @@ from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
 from fxpipe.ir.operators.batch_norm_ops import with_one_value
 from fxpipe.ir.program.backward import Backward
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
+from fxpipe.passes.backward.ask_data_sizes import with_sizes_asked
 from fxpipe.passes.backward.readable_ops import (
     readable,
     simplified,
@@ -140,7 +141,6 @@ def _lowered(
         recorded = Recorded(ops, cheap, memory, types, {name for op in backward for name in op.writes})
         needed = [name for op in backward for name in op.reads]
         forward = {op.name: op for op in computed_again(program, stage, recorded, needed, sizes)}
-    chosen = {*forward}
     backward, again, recomputed = _with_again(backward, forward, memory, types)
     memory |= {again[name]: (again.get(owner, owner), size) for name, (owner, size) in memory.items() if name in again}
     backward, same = simplified(backward, types)
@@ -165,7 +165,7 @@ def _lowered(
     backward, counts = without_expands(_alive(backward, wanted), types, wanted)
     backward, plain = with_plain_sums(backward, types, wanted)
     backward, weights = _with_own_memory(backward, takes, weights, types)
-    ops = _forward(stage, pieces, {name for op in backward for name in op.reads}, types)
+    ops = with_sizes_asked(_forward(stage, pieces, {x for op in backward for x in op.reads}, types), backward, types)
     made_here = {op.name for op in backward}
     roots = tuple((name, gradient) for name, gradient in traced.roots)
     begins = {gradient for _, gradient in roots}
@@ -189,7 +189,7 @@ def _lowered(
     scattered = frozenset(map(final, traced.scattered))
     code = Backward(
         keeps, roots, tuple(backward), takes, weights, memory, scattered=scattered,
-        recomputed=frozenset(map(final, recomputed)) & made_here, repeats=_repeats(pieces, chosen),
+        recomputed=frozenset(map(final, recomputed)) & made_here, repeats=_repeats(pieces, {*forward}),
     )  # fmt: skip
     if sizes is not None:
         code = in_halves(code, {final(name) for name in again.values()} & made_here, types, sizes)

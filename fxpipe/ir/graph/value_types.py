@@ -142,22 +142,23 @@ def dim_names(dim: Dim) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def data_sizes(dim: Dim) -> frozenset[str]:
-    """The names of the sizes in a dimension that values of tensors decide, without those in their bounds.
+def data_sizes(dim: Dim) -> Mapping[str, str]:
+    """The sizes in a dimension that values of tensors decide, without those in their bounds: their names, and each with
+    its bound.
 
-    >>> sorted(data_sizes("2*(u0<=12*b)"))
-    ['u0']
+    >>> data_sizes("2*(u0<=12*b)")
+    {'u0': 'u0<=12*b'}
     """
     if isinstance(dim, int) or "<=" not in dim:
-        return frozenset()
+        return {}
     outermost: list[ast.AST] = [_parse(dim)]
-    found = set[str]()
+    found = dict[str, str]()
     for node in outermost:
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name):
-            found.add(node.left.id)
+            found[node.left.id] = ast.get_source_segment(dim, node) or dim
         else:
             outermost.extend(ast.iter_child_nodes(node))
-    return frozenset(found)
+    return found
 
 
 def sized_by_data(type: ValueType) -> bool:

@@ -4,7 +4,7 @@ Each size of the program is a symbol, whose value while tracing is a large prime
 torch turns a size into a plain number (some of its functions, such as `lstm`, know no symbols), it is still recognised:
 3027 is 3 times 1009, which is `3*b`. Whether the ops depend on that prime is found by tracing with another one. A size
 that the graph holds for only up to some number, such as the length of a table of positions, has a smaller prime, by
-which it is not recognised.
+which it is not recognised. A size that values of tensors decide, as that of `x[mask]`, is a size like others here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import Tensor
 
 from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
@@ -31,7 +33,7 @@ SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 
 class Sizes:
-    """The sizes of a program, by `names`.
+    """The sizes of a program, by `names`, and those that data decides in a stage, `decided`: each with its bound.
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
@@ -53,8 +55,10 @@ class Sizes:
         symbolic: bool = True,
         small: bool = False,
         conditions: Sequence[str] = (),
+        decided: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.symbolic, self.known, self.least = symbolic, conditions, 2 if small else LEAST
+        self.decided = decided
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
         self._held: dict[sympy.Expr, bool] = {}
@@ -66,7 +70,7 @@ class Sizes:
         free = [prime for prime in known if not any(number and number % prime == 0 for number in numbers)]
         fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
         self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
-        wanted = [name for name in names if name not in self.fixed]
+        wanted = [name for name in (*names, *decided) if name not in self.fixed]
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
         for _ in range(turn):
@@ -101,12 +105,35 @@ class Sizes:
 
     def _symbol(self, name: str, prime: int) -> Any:
         symbol, size = self.symbols.size(name, prime)
-        self._named[symbol] = sympy.Symbol(name, integer=True)
+        self._named[symbol] = self._titled(name)
         return size
+
+    def _titled(self, name: str) -> Any:
+        """What stands for a size in the text of a type."""
+        return sympy.Symbol(f"({self.decided[name]})" if name in self.decided else name, integer=True)
+
+    def _text(self, expression: Any) -> str:
+        text = str(expression)
+        return text[1:-1] if text[1:-1] in self.decided.values() else text
 
     def shape(self, kind: TensorType) -> list[Any]:
         """The shape of a type, with symbols."""
         return [dim_size(dim, self.values) for dim in kind.shape]
+
+    def told(self, tensor: Tensor, names: Collection[str]) -> Tensor:
+        """The tensor, with the one of these sizes in place of one that only a run tells; as it is, if there is not one
+        of each."""
+        numbers = (*tensor.shape, *tensor.stride())
+        symbols = {symbol for number in numbers if not self.knows(number) for symbol in number.node.expr.free_symbols}
+        if not symbols or len(names) != 1 or len(unknown := symbols - self._named.keys()) != 1:
+            return tensor
+        [name], [symbol] = names, unknown
+        known = {**self._named, symbol: sympy.Symbol(name)}
+        shape, strides = ([self._with(number, known) for number in one] for one in (tensor.shape, tensor.stride()))
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+    def _with(self, number: Any, known: Mapping[Any, Any]) -> Any:
+        return dim_size(str(number.node.expr.xreplace(known)), self.values) if type(number) is not int else number
 
     def knows(self, size: int | torch.SymInt) -> bool:
         """Whether a size is a number, one of the program's, or computed from them."""
@@ -118,7 +145,7 @@ class Sizes:
             expression = value.node.expr
             if not expression.is_number:
                 if expression not in self._texts:
-                    self._texts[expression] = str(expression.xreplace(self._named))
+                    self._texts[expression] = self._text(expression.xreplace(self._named))
                 return self._texts[expression]
             value = int(expression)
         return self._recognised(int(value))
@@ -129,14 +156,14 @@ class Sizes:
         found = sympy.Integer(1)
         for name, prime in self.primes.items() if number else ():
             while prime >= self.least and number % prime == 0:
-                number, found = number // prime, found * sympy.Symbol(name, integer=True)
+                number, found = number // prime, found * self._titled(name)
                 self.guessed |= prime not in PRIMES
-        return number if found == 1 else str(number * found)
+        return number if found == 1 else self._text(number * found)
 
     @property
     def key(self) -> Any:
         """Equal for sizes that are chosen alike."""
-        return self.symbolic, *self.primes.items(), *self.equal.items(), *self.fixed.items()
+        return self.symbolic, *self.primes.items(), *self.equal.items(), *self.fixed.items(), *self.decided.values()
 
     @property
     def untouched(self) -> bool:

@@ -70,14 +70,14 @@ class OpTraces:
         self.forms: dict[Any, Form] = {}
         self.traces: dict[Any, OpTrace] = {}
 
-    def trace(self, op: Op, values: Mapping[str, Any]) -> tuple[OpTrace, list[Value]]:
-        """The trace of the op, and the tensors that it reads."""
+    def trace(self, op: Op, values: Mapping[str, Any], decided: tuple[str, ...]) -> tuple[OpTrace, list[Value]]:
+        """The trace of the op, and the tensors that it reads. `decided`: as of `Task`, of this op."""
         reads: dict[Value, int] = {}
-        key = (op.target, _key((op.args, dict(op.kwargs)), values, reads), op.regions, self.plain_sizes)
+        key = (op.target, _key((op.args, dict(op.kwargs)), values, reads), op.regions, self.plain_sizes, decided)
         if key not in self.traces:
             forms = tuple(value.form for value in reads)
             places = {name: map_values(values[name], Value, lambda x: Place(True, reads[x])) for name in op.reads}
-            self.traces[key] = OpTrace(self, op, places, forms)
+            self.traces[key] = OpTrace(self, op, places, forms, decided)
         return self.traces[key], [*reads]
 
     @property
@@ -207,9 +207,12 @@ class OpTrace:
     - `writes`: what it reads and whose memory it changes.
     """
 
-    def __init__(self, traces: OpTraces, op: Op, reads: Mapping[str, Any], forms: tuple[Form, ...]) -> None:
-        self.traces, self.op, self.reads, self.forms = traces, op, reads, forms
+    def __init__(
+        self, traces: OpTraces, op: Op, reads: Mapping[str, Any], forms: tuple[Form, ...], decided: tuple[str, ...]
+    ) -> None:
+        self.traces, self.op, self.reads, self.forms, self.decided = traces, op, reads, forms, decided
         self.recorder = _OpRecorder(traces)
+        self.recorder.decided = lambda: decided
         self.stand_ins = [form.made() for form in forms]
         for number, tensor in enumerate(self.stand_ins):
             self.recorder.hold(tensor, f"<{number}")
@@ -297,7 +300,7 @@ class OpTrace:
         if not places:
             return self
         if places not in self._changed:
-            found = self._changed[places] = OpTrace(self.traces, self.op, self.reads, self.forms)
+            found = self._changed[places] = OpTrace(self.traces, self.op, self.reads, self.forms, self.decided)
             for at in places:
                 increment_version((found.stand_ins if at.read else found.outputs)[at.number])
         return self._changed[places]

@@ -23,6 +23,7 @@ from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE
 from fxpipe.passes.backward.refused import Refused
+from fxpipe.passes.backward.tracing.data_sized_ops import with_known_sizes
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes, size_tree
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema
@@ -63,7 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     on `device`, that of the trace, makes it on the stage's own device: a replica of the stage has another one.
 
     - `names`: the name of each tensor, by id; `types`: the type of each name.
-    - `origin`: the origin of what is recorded now, or a function that gives it.
+    - `origin`: gives the origin of what is recorded now; `decided`: the sizes that data decides in it.
     - `drew`: the recorded ops that draw random numbers.
     - `memory`: for each name the first name of its memory, and the bytes of all that memory.
     """
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: dict[int, str] = {}
         self.types: dict[str, ValueType] = {}
         self.origin: Callable[[], Origin] = lambda: NOWHERE
+        self.decided: Callable[[], Collection[str]] = tuple
         self.drew: set[str] = set()
         self.memory: dict[str, tuple[str, Dim]] = {}
         self._owners: dict[int, str] = {}
@@ -111,7 +113,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_count(*args)
         # As Dynamo does, since some kernels of torch know symbols only in Python.
         with python_kernels() if self.sizes.symbolic else nullcontext():
-            result = func(*args, **kwargs)
+            result = with_known_sizes(func, args, self.sizes, self.decided())
+            if result is None:
+                result = func(*args, **kwargs)
         self._record(func, args, kwargs, result)
         return result
 
@@ -204,6 +208,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._computed(_SIZE_OPERATORS[type(op)], left, right)
             case ast.Call(func=ast.Name(id=called), args=[left, right]) if called in _SIZE_FUNCTIONS:
                 return self._computed(_SIZE_FUNCTIONS[called], left, right)
+            case ast.Compare(left=ast.Name(id=name)):  # with a bound: see `data_sized_ops.py`
+                return Ref(name)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self._computed(operator.neg, operand)
         raise Refused(f"the size {ast.unparse(tree)} cannot be computed")

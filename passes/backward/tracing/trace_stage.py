@@ -25,10 +25,11 @@ from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
-from fxpipe.ir.graph.value_types import ScalarType, TensorType, sized_by_data
+from fxpipe.ir.graph.value_types import ScalarType, TensorType
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
+from fxpipe.passes.backward.tracing.data_sized_ops import decided, decided_by
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes, numbers_in
 from fxpipe.passes.backward.tracing.fake_tensors import device_of
 from fxpipe.passes.backward.tracing.op_traces import KnownTraces
@@ -102,8 +103,6 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"{called(op)} is not an operation of torch, at {op.origin}"
         if called(op) == ENTER_VMAP:
             return f"a vmap, at {op.origin}"
-        if sized_by_data(op.type):
-            return f"{called(op)} makes {op.type}, a size that data decides, at {op.origin}"
         if called(op) in AS_STRIDED:
             return f"as_strided depends on the layout of memory, at {op.origin}"
     for name in (*stage.takes, *stage.borrows, *stage.states):
@@ -133,14 +132,18 @@ def _traced(
     shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
     named = dict.fromkeys(size.name for size in program.graph.sizes)
     named |= dict.fromkeys(name for name in stage.takes if isinstance(program.types[name], ScalarType))
+    own = {op.name: decided_by(op, program.types) for op in stage.ops}
+    read = {op.name: [name for one in op.reads for name in decided(program.types[one])] for op in stage.ops}
+    of_ops = {name: tuple(dict.fromkeys([*own[name]] or read[name])) for name in own}
+    bounds = {name: text for one in own.values() for name, text in one.items()}
     for tracing in TRACINGS:
         try:
-            sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions)
+            sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions, bounds)
         except ValueError as error:
             raise Refused(str(error)) from None
         traces = known.taken(sizes, device_of(stage.device))
         recorder = Recorder(traces.sizes, traces.device, {*program.types, *(f"d{name}" for name in _names(stage))})
-        task = Task(program, stage, traces, recorder, orders)
+        task = Task(program, stage, traces, recorder, orders, of_ops)
         try:
             with _silent(), left_to_right():
                 found = run_tracing(tracing, task, arriving)

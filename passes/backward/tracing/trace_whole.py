@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.ir.graph.graph import Op, Origin, called
+from fxpipe.ir.graph.graph import NO_VALUE, Op, called
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.fake_tensors import empty, run_op
 from fxpipe.passes.backward.tracing.record_ops import NOWHERE, marked_draws
 from fxpipe.passes.backward.tracing.traces import Piece, Shapes, Task, Trace, roots
 from fxpipe.torch_internals.autograd_nodes import current_node, next_number, number_of
+
+NOTHING = Op("", "", (), {}, NO_VALUE, NOWHERE)
 
 
 class WholeTracing:
@@ -29,7 +31,7 @@ class WholeTracing:
     - `values`: the fake value of each name of the stage, at first of what it takes and holds; `leaves`: those of them
       that need a gradient.
     - `starts`: the number of autograd's next node before each op.
-    - `last`: the origin of the op whose backward has run last.
+    - `last`: the op whose backward has run last.
     """
 
     def __init__(self, task: Task) -> None:
@@ -37,7 +39,7 @@ class WholeTracing:
         self.values: dict[str, Any] = {}
         self.found = Trace()
         self.starts: list[int] = []
-        self.last = NOWHERE
+        self.last = NOTHING
         for name in (*self.task.stage.takes, *self.task.stage.borrows, *self.task.stage.states):
             kind = self.task.program.types[name]
             if name in self.task.sizes.values:
@@ -69,6 +71,7 @@ class WholeTracing:
         """Run an op, and record what it runs."""
         self.starts.append(next_number())
         self.recorder.ops, self.recorder.origin = [], lambda: op.origin
+        self.recorder.decided = lambda: self.task.decided[op.name]
         with self.recorder:
             value = run_op(op, self.values, self.task.around, self.task.device)
         self.values[op.name] = value
@@ -108,7 +111,8 @@ class WholeTracing:
         outputs = {name: self.values[name] for name in arriving if self.values[name].requires_grad}
         tangents = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in outputs.items()}
         self.found.roots = roots(self.task.program, self.task.stage, recorder, tangents, self.values)
-        recorder.ops, recorder.origin = [], self.origin
+        recorder.ops, recorder.origin = [], lambda: self.running().origin
+        recorder.decided = lambda: self.task.decided.get(self.running().name, ())
         found: Sequence[Tensor | None] = [None] * len(self.leaves)
         if outputs and self.leaves:
             with recorder:
@@ -122,10 +126,10 @@ class WholeTracing:
         self.found.backward = recorder.ops
         self.found.gradients_of(self.task.program, self.task.stage, named)
 
-    def origin(self) -> Origin:
-        """The origin of the op whose node of autograd runs now."""
+    def running(self) -> Op:
+        """The op whose node of autograd runs now."""
         number = number_of(current_node())
         place = bisect_right(self.starts, number) - 1 if 0 <= number < 1 << 62 else -1
         if place >= 0:
-            self.last = self.task.stage.ops[place].origin
+            self.last = self.task.stage.ops[place]
         return self.last

@@ -28,6 +28,7 @@ class Task:
     - `traces`: those of its ops; they know the sizes, the device, and the regions that are around all ops.
     - `recorder`: notes what torch runs.
     - `orders`: as of `trace_stage.layouts`.
+    - `decided`: for each op the sizes that data decides in what it gives, or else in what it reads.
     """
 
     program: Program
@@ -35,6 +36,7 @@ class Task:
     traces: OpTraces
     recorder: Recorder
     orders: Orders
+    decided: Mapping[str, tuple[str, ...]]
 
     @property
     def sizes(self) -> Sizes:
