@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, bus
 import pytest
 import torch
 
-from tests.helpers.garbage import collect_seldom
+from tests.helpers.garbage import collect_once, collect_seldom
 
 GOLDEN = Path(__file__).parent / "golden"
 # By a part of the path, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
@@ -32,6 +32,8 @@ OF_MODELS = (
     "test_compose_trace.py",
     *(f"whole/test_{name}.py" for name in ("backward_code", "deadlock", "steps", "transparency")),
 )
+FILES = 40  # between two collections of all garbage
+files_done = 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +69,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test draws the same numbers wherever and after whatever it runs, so its fixtures do."""
     torch.manual_seed(crc32(item.nodeid.encode()))
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between two files, and not often: it takes as long as a test does."""
+    if nextitem is not None and nextitem.path != item.path:
+        global files_done
+        files_done += 1
+        if files_done % FILES == 0:
+            collect_once()
 
 
 @pytest.fixture

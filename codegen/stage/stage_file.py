@@ -165,9 +165,8 @@ def _runtime_names(program: Program, stage: Stage, beside: Sequence[Stage]) -> l
     """The names that the file imports from fxpipe.runtime: classes, then functions."""
     draws = ["Draws"] if any(op.random for op in stage.ops) else []
     adding = {name for each in (stage, *beside) for name in accumulating_names(program, each)}
-    return [
-        *draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)} | adding)
-    ]  # fmt: skip
+    ops = [*stage.ops, *(op for each in (stage, *beside) if each.backward for op in each.backward.ops)]
+    return [*draws, "Stage", *sorted({op.target.name for op in ops if isinstance(op.target, RuntimeCall)} | adding)]
 
 
 @once

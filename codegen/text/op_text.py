@@ -77,13 +77,15 @@ def _expression(op: Op, names: Names) -> Doc:
 
 def _whole(target: Opaque, args: tuple[Any, ...], names: Names) -> Doc:
     """`self.router(x)`: a submodule called whole. Tensors that the stage has under another path are named."""
-    tensors, given, others = args
+    tensors, given, others, *of = args
     owner = state_path(target.called) if target.called else "self.whole_model"
     inside = f"{target.path}." if target.path else ""
     pairs = zip(target.names, tensors, strict=True)
     elsewhere = {name: ref for name, ref in pairs if names(ref.name) != state_path(f"{inside}{name}")}
     named = [flat(nest(elsewhere, names))] if elsewhere else []
-    if target.deferred is not None:
+    if of:
+        owner = f"{owner}.vjp({', '.join([flat(nest(of[0], names)), *named])})"
+    elif target.deferred is not None:
         owner = f"{owner}.deferring({', '.join([str(target.deferred), *named])})"
     elif named:
         owner = f"{owner}.with_tensors({named[0]})"

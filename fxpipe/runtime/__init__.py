@@ -4,6 +4,7 @@ from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
 from fxpipe.runtime.autograd.dependency import fork, join
 from fxpipe.runtime.autograd.device_copy import copy, wait
 from fxpipe.runtime.autograd.gradient_sums import accumulate, accumulate_mm
+from fxpipe.runtime.autograd.vjp import gradients_of
 
 from .deferred_norms import check_several_values, deferred_batch_norm, deferred_instance_norm
 from .microbatch import MicroBatch
@@ -12,5 +13,5 @@ from .stage import Stage
 
 __all__ = [
     "Draws", "MicroBatch", "Stage", "accumulate", "accumulate_mm", "check_several_values", "checkpoint", "copy",
-    "deferred_batch_norm", "deferred_instance_norm", "fork", "join", "wait",
+    "deferred_batch_norm", "deferred_instance_norm", "fork", "gradients_of", "join", "wait",
 ]  # fmt: skip

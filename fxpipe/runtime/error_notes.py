@@ -1,8 +1,8 @@
 """Notes on exceptions that say where a task failed: `stage 2, micro-batch 5, at model.py:41  x = self.fc(x)`.
 
 The exception keeps its type and its traceback, which has the generated line; the comment above that line names the
-user's line. In backward by autograd no generated line runs: there the note names the user's innermost line in the
-traceback, such as one in an autograd function, or else the range of lines that the stage computes.
+user's line. In backward by autograd the note names the user's innermost line in the traceback, such as one in an
+autograd function; where no generated line runs either, the range of lines that the stage computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_note(
     while traceback is not None:  # finds the innermost frame in the stage's file: forward, or one of its pieces
         name = traceback.tb_frame.f_code.co_filename
         if name == file:
-            line = traceback.tb_lineno
+            line, users = traceback.tb_lineno, ""
         elif not name.startswith((*_NOT_USERS, str(Path(file).parent))):  # nor the generated scheduler's
             code = linecache.getline(name, traceback.tb_lineno).strip()
             users = f"{file_name(name)}:{traceback.tb_lineno}  {code}".rstrip()
@@ -40,7 +40,7 @@ def add_note(
     gradient, origin = _comment(type(stage), line)
     if backward and (gradient or origin is None):
         task += ", in backward"
-        origin = origin or users
+        origin = users or origin
     of = "" if origin or not backward else _extent(type(stage))
     error.add_note(task + (f", at {origin}" if origin else f" of {of}" if of else ""))
 

@@ -9,8 +9,8 @@ It holds the model's own Parameter objects, not copies, so optimizers, hooks and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.runtime.autograd.backward_notes import watch
+from fxpipe.runtime.autograd.vjp import with_vjp
 from fxpipe.torch_internals.tensor_memory import version_of
 
 from .deferred_norms import run_deferring
@@ -118,6 +119,12 @@ class Whole(Scope):
             lambda tensors, args, kwargs: run_deferring(run, tensors, call, args, kwargs), self._tensors(others or {})
         )
 
+    def vjp(self, of: Collection[int], others: Mapping[str, Tensor] | None = None) -> Callable[..., Any]:
+        """As `with_tensors`; after its results it returns a `Vjp`, for the gradients `of` these tensors, by place among
+        its own tensors and all that it is given."""
+        tensors = self._tensors(others or {})
+        return lambda *args, **kwargs: with_vjp(partial(_noted, self.run), of, tensors, args, kwargs)
+
     def _tensors(self, others: Mapping[str, Tensor]) -> list[Tensor]:
         run, held = self.run, self if self.holder is None else self.holder
         return [others[name] if name in others else held.tensor(name) for name in run.names]
@@ -125,13 +132,13 @@ class Whole(Scope):
 
 def _watched(run: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
     """The function that a stage calls for a submodule; exceptions in its backward get notes."""
+    return lambda *args, **kwargs: _noted(run, tensors, args, kwargs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        results = run(tensors, args, kwargs)
-        watch(results, (tensors, args, kwargs))
-        return results
 
-    return call
+def _noted(run: Callable[..., Any], tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    results = run(tensors, args, kwargs)
+    watch(results, (tensors, args, kwargs))
+    return results
 
 
 class Stage(Scope):

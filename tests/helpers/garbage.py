@@ -10,3 +10,9 @@ def collect_seldom() -> None:
     what is there now, as PyTorch's modules and the collected tests, which stays."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+def collect_once() -> None:
+    """Collect now, and never again among what is left, as what PyTorch has compiled: later collections look at less."""
+    gc.collect()
+    gc.freeze()

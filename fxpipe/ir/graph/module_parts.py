@@ -179,6 +179,10 @@ def _part_maker(
             return one
         if id(one) not in opened:
             return Unused(path)
+        if id(one) not in made and isinstance(one, torch.jit.ScriptModule):  # its code looks into no other object
+            made[id(one)] = one
+            for name, value in one.named_children():
+                part_of(value, f"{path}.{name}".lstrip("."))
         if id(one) not in made:
             made[id(one)] = part = object.__new__(type(one))
             vars(part).update(vars(one))
@@ -198,14 +202,14 @@ def _part_maker(
 
 
 @contextmanager
-def holding(named: Named, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which these modules have other tensors in place of their own, in the order of `slots`. If a buffer
-    is set to a new tensor, the contents are copied into the given one."""
+def holding(named: Named, tensors: Sequence[Tensor], uses: Collection[str] | None = None) -> Iterator[None]:
+    """A context in which these modules have other tensors in place of their own, of those that are used, in the order
+    of `slots`. If a buffer is set to a new tensor, the contents are copied into the given one."""
     with ExitStack() as locks:
         for _, part in sorted(named, key=lambda pair: id(pair[1])):
             # a part may be called by itself too; all take them in one order
             locks.enter_context(LOCKS.setdefault(part, threading.RLock()))
-        there = _slots(named)
+        there = [place for place in _slots(named) if is_used(place[0], uses)]
         known = {(id(part), key) for _, part, key in there}
         are_buffers = [key in part._buffers for _, part, key in there]
         places: list[tuple[dict[str, Any], str]] = []
@@ -220,7 +224,8 @@ def holding(named: Named, tensors: Sequence[Tensor]) -> Iterator[None]:
                 now = held[key] if key in held else None  # noqa: SIM401  # a script module's has no get
                 if now is not tensor:
                     _copy(now, tensor, path, is_buffer)
-            made = [path for path, part, key in _slots(named) if (id(part), key) not in known]
+            now_there = (place for place in _slots(named) if is_used(place[0], uses))
+            made = [path for path, part, key in now_there if (id(part), key) not in known]
             if made:
                 raise RuntimeError(
                     f"forward of {type(named[0][1]).__name__} made {', '.join(map(repr, made))}, which was not there "

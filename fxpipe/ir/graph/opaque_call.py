@@ -179,14 +179,15 @@ class Opaque:
         return tuple(name for name, _, _ in slots(self.module, self.uses))
 
     @property
-    def unsure(self) -> bool:
-        """Whether a floating-point or complex result needed no gradient in the runs so far: it may need one when
-        forward takes another branch."""
-        return any(
-            isinstance(x, Gives) and not x.grad and (x.dtype.is_floating_point or x.dtype.is_complex)
-            for promise in self.promises
-            if promise.wants
-            for x in promise.gives
+    def unsure(self) -> frozenset[int]:
+        """The floating-point or complex tensors in the result, by place, that needed no gradient in a run so far: they
+        may need one when forward takes another branch."""
+        runs = ([x for x in promise.gives if isinstance(x, Gives)] for promise in self.promises if promise.wants)
+        return frozenset(
+            place
+            for gives in runs
+            for place, x in enumerate(gives)
+            if not x.grad and (x.dtype.is_floating_point or x.dtype.is_complex)
         )
 
     @property
@@ -235,7 +236,7 @@ class Opaque:
         if self.promises and promise is None:
             raise RuntimeError(f"{self._who} is called in a way in which it was not captured")
         versions = _versions(given)
-        with running_in(self.module, self.method, self.uses) as (named, run), holding(named, tensors):
+        with running_in(self.module, self.method, self.uses) as (named, run), holding(named, tensors, self.uses):
             if promise is None or promise.lists:
                 args, kwargs = unpacked((args, dict(kwargs)))
             result = run(*args, **kwargs)
@@ -337,6 +338,12 @@ def wanting(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
     return wants if any(wants) else ()
 
 
+def has_vjp(op: Op) -> bool:
+    """Whether the op calls a submodule whole, and returns what its backward needs after its results: generated code
+    asks for that. Its last argument has the places of the tensors whose gradients are wanted."""
+    return isinstance(op.target, Opaque) and len(op.args) == 4
+
+
 @once
 def opaques(graph: Graph) -> tuple[Opaque, ...]:
     """The submodules that the graph calls whole."""
@@ -348,7 +355,7 @@ def unsure(ops: Iterable[Op]) -> set[str]:
     found: set[str] = set()
     touched: set[str] = set()  # these results, and the values that those ops write
     for op in ops:
-        opaque = isinstance(op.target, Opaque) and op.target.unsure
+        opaque = isinstance(op.target, Opaque) and bool(op.target.unsure)
         if not opaque and (not touched or touched.isdisjoint(op.reads)):
             continue
         stopped = called(op) == "detach" or any(region.kind == "grad" and not region.args[0] for region in op.regions)

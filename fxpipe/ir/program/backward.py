@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 from fxpipe.ir.graph.graph import Op, show_op
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import Dim, TupleType, ValueType
+from fxpipe.ir.graph.value_types import Dim, ObjectType, TupleType, ValueType
+
+GRAPH = ObjectType("graph of autograd")  # kept for the gradients of an op that is kept whole
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fxpipe.ir.graph.value_types import TensorType, dim_size
-from fxpipe.ir.program.backward import halves
+from fxpipe.ir.program.backward import GRAPH, halves
 from fxpipe.ir.program.messages import HEAD
 from fxpipe.ir.program.program import Program, Stage
 
@@ -49,12 +49,12 @@ def size(memory: Memory) -> int:
 
 
 def kept_bytes(program: Program, sizes: Mapping[str, int], same_process: bool = True) -> tuple[KeptBytes | None, ...]:
-    """For each stage what it keeps; None where autograd computes gradients. `sizes` has a number for each symbolic size
-    of a micro-batch; `same_process`: whether all stages share their memory, as CPU workers do; else each device is a
-    process, and what comes from another one is a message."""
+    """For each stage what it keeps; None where autograd computes gradients, if only those of some ops. `sizes` has a
+    number for each symbolic size of a micro-batch; `same_process`: whether all stages share their memory, as CPU
+    workers do; else each device is a process, and what comes from another one is a message."""
 
     def of(stage: Stage) -> KeptBytes | None:
-        if stage.backward is None:
+        if stage.backward is None or any(program.types.get(name) == GRAPH for name in stage.backward.keeps):
             return None
 
         def found(names: Iterable[str], copied: bool = True) -> Memory:

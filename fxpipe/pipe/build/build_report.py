@@ -10,7 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from fxpipe.ir.graph.graph import Graph, Origin, called
-from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.opaque_call import Opaque, has_vjp
 from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.plan.plan import without_replicas
 from fxpipe.ir.program.kept_bytes import size
@@ -190,10 +190,18 @@ def backward_lines(build: Build) -> list[str]:
         for stage in program.stages
         if stage.autograd_because
     ]
+    parts = [
+        f"in stage {stage.index}, autograd computes the gradients of {', '.join(whole)}, which is kept whole"
+        for stage in program.stages
+        if (whole := dict.fromkeys(str(op.target) for op in stage.ops if has_vjp(op)))
+    ]
     several = "s" if len(coded) > 1 else ""
-    kept = ", ".join(f"{size(exact.saved):,}" for exact in build.kept if exact is not None)
-    head = f"backward of stage{several} {', '.join(coded)} as code; bytes kept of a micro-batch, exactly: {kept}"
-    return [*([head] if coded else []), *others]
+    head = f"backward of stage{several} {', '.join(coded)} as code"
+    exact = {index: f"{size(kept.saved):,}" for index, kept in enumerate(build.kept) if kept is not None}
+    kept = ", ".join(exact.values() if len(exact) == len(coded) else (f"stage {n}: {x}" for n, x in exact.items()))
+    if kept:
+        head += f"; bytes kept of a micro-batch, exactly: {kept}"
+    return [*([head] if coded else []), *parts, *others]
 
 
 def replica_lines(build: Build) -> list[str]:

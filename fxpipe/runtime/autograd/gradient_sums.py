@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 
-def accumulate(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """The gradient, added in place to `total`, the sum of those before it; itself if it is the first."""
+def accumulate(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The gradient, added in place to `total`, the sum of those before it; itself if it is the first. None counts as
+    nothing: code that is kept whole may have no gradient for a tensor."""
+    if gradient is None:
+        return total
     return gradient if total is None else total.add_(gradient)
 
 

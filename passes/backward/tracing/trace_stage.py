@@ -33,6 +33,7 @@ from fxpipe.passes.backward.tracing.data_sized_ops import decided, decided_by
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes, numbers_in
 from fxpipe.passes.backward.tracing.fake_tensors import device_of
 from fxpipe.passes.backward.tracing.op_traces import KnownTraces
+from fxpipe.passes.backward.tracing.opaque_vjp import inseparable
 from fxpipe.passes.backward.tracing.record_ops import Recorder
 from fxpipe.passes.backward.tracing.trace_whole import WholeTracing
 from fxpipe.passes.backward.tracing.traces import Orders, Task, Trace, Tracing, run_tracing
@@ -94,7 +95,9 @@ def untraceable(program: Program, stage: Stage) -> str:
     """Why the stage cannot be traced, as far as its ops tell; "" if they do not."""
     for op in stage.ops:
         if isinstance(op.target, Opaque):
-            return f"{op.target} is kept whole, {op.target.because}"
+            if reason := inseparable(op):
+                return reason
+            continue
         if isinstance(op.target, RuntimeCall):
             return f"{op.target.name} keeps state in Python"
         if called(op) == "each_sample":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.graph.graph import NO_VALUE, Op, called
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.fake_tensors import empty, run_op
@@ -35,6 +36,9 @@ class WholeTracing:
     """
 
     def __init__(self, task: Task) -> None:
+        for op in task.stage.ops:
+            if isinstance(op.target, Opaque):
+                raise Refused(f"{op.target} is kept whole, {op.target.because}")
         self.task, self.recorder = task, task.recorder
         self.values: dict[str, Any] = {}
         self.found = Trace()
