@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_refs
-from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import Dim, TensorType
 from fxpipe.passes.backward.tracing.fake_tensors import empty
 from fxpipe.passes.backward.tracing.op_traces import OpTrace, Recording
-from fxpipe.passes.backward.tracing.opaque_vjp import WholeOps, WholeRun
 from fxpipe.passes.backward.tracing.record_ops import marked_draws
 from fxpipe.passes.backward.tracing.tensor_forms import Form, Gradients, Inseparable, Place, Value, map_values
 from fxpipe.passes.backward.tracing.traces import Piece, Shapes, Task, Trace, roots
@@ -52,8 +50,7 @@ class ComposedTracing:
             raise Inseparable
         self.task, self.recorder, self.traces = task, task.recorder, task.traces
         self.values: dict[str, Any] = {}
-        self.wholes = WholeOps(task)
-        self.runs: list[_Run | WholeRun] = []
+        self.runs: list[_Run] = []
         self.writes = Counter[str]()  # by the memory that is written
         self.sharing: dict[str, set[Value]] = defaultdict(set)  # by their memory
         self.found = Trace()
@@ -76,9 +73,6 @@ class ComposedTracing:
 
     def forward(self, op: Op) -> None:
         """Do as if the op ran."""
-        if isinstance(op.target, Opaque):
-            self.whole(op)
-            return
         trace, reads = self.traces.trace(op, self.values, self.task.decided[op.name])
         before = [(value, value.gradients) for value in reads]
         names = {f"<{number}": value.name for number, value in enumerate(reads)}
@@ -113,20 +107,6 @@ class ComposedTracing:
         after = [(value, value.gradients) for value in gives]
         writes = tuple(self.writes[self.memory(value)] for value in (*reads, *gives))
         self.runs.append(_Run(op, trace, before, after, writes, names))
-
-    def whole(self, op: Op) -> None:
-        """Do as if an op ran that is kept whole."""
-        piece, value, run = self.wholes.forward(op, self.values)
-        self.writes.update({self.memory(x) for name in op.writes if isinstance(x := self.values[name], Value)})
-        self.values[op.name] = value
-        for one in value if isinstance(value, tuple) else (value,):
-            self.shared(one)
-        self.found.pieces.append(piece)
-        if isinstance(value, Value):
-            self.hold(value, op.name)
-            value.gradients.called.append(op.name)
-        if run is not None:
-            self.runs.append(run)
 
     def write(self, op: Op, reads: Sequence[Value], places: Sequence[int]) -> None:
         """Note what an op writes: these of its `reads`, and what it says itself."""
@@ -175,7 +155,8 @@ class ComposedTracing:
 
         return [
             Op(
-                names[op.name], op.target, map_refs(op.args, change), map_refs(op.kwargs, change), op.type, origin, (),
+                names[op.name], op.target, map_refs(op.args, change), map_refs(op.kwargs, change), op.type, origin,
+                op.regions,
                 tuple(names[name] for name in op.writes),
             )
             for op in recording.ops
@@ -201,7 +182,6 @@ class ComposedTracing:
         for run in reversed(self.runs) if self.leaves else ():
             if any(gradients.sum for _, gradients in run.gives):
                 wishes += self.pull_back(run)
-        self.found.backward = self.wholes.with_zeros(self.found.backward)
         last = {gradients: place for place, (gradients, _) in enumerate(wishes)}  # earlier ops may add to a leaf's
         for place, (gradients, own) in enumerate(wishes):
             if last[gradients] == place and own in self.recorder.types and own not in arrived.values():
@@ -210,12 +190,8 @@ class ComposedTracing:
         named = {name: leaf.gradients.sum[0] if leaf.gradients.sum else "" for name, leaf in self.leaves.items()}
         self.found.gradients_of(self.task.program, self.task.stage, named)
 
-    def pull_back(self, run: _Run | WholeRun) -> list[tuple[Gradients, str]]:
+    def pull_back(self, run: _Run) -> list[tuple[Gradients, str]]:
         """Run the backward of an op. Gives the names of the gradients that autograd has then, in its order."""
-        if isinstance(run, WholeRun):
-            ops, finished = self.wholes.pull_back(run)
-            self.found.backward += ops
-            return finished
         names, forms = run.names, dict[str, list[Form | None]]()
         for letter, mark, values in (">", ">", run.gives), ("<", "(", run.reads):
             names |= {f"{mark}{number}": value.name for number, (value, _) in enumerate(values)}

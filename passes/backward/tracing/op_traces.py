@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, increment_version
 
 from fxpipe.ir.graph.graph import Op, Ref, Region
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import Dim, ValueType
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes
 from fxpipe.passes.backward.tracing.fake_tensors import run_op
+from fxpipe.passes.backward.tracing.opaque_vjp import run_whole
 from fxpipe.passes.backward.tracing.record_ops import Recorder
 from fxpipe.passes.backward.tracing.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
 from fxpipe.torch_internals.tensor_memory import is_view, is_zero_tensor
@@ -242,6 +244,8 @@ class OpTrace:
         values = {
             name: map_values(nest, Place, lambda at: self.stand_ins[at.number]) for name, nest in self.reads.items()
         }
+        if isinstance(self.op.target, Opaque):
+            return run_whole(self.op, values, self.traces.around, self.recorder)
         with self.recorder:
             return run_op(self.op, values, self.traces.around, self.traces.device)
 

@@ -11,7 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.decided: Callable[[], Collection[str]] = tuple
         self.drew: set[str] = set()
         self.memory: dict[str, tuple[str, Dim]] = {}
+        self._silent = False
         self._owners: dict[int, str] = {}
         self._alive: list[Any] = []
         self._last: dict[str, int] = {}  # numbers up to this one are taken
@@ -90,6 +91,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
         storage = tensor.untyped_storage()
         self.memory[name] = self._owners.setdefault(storage_key(storage), name), self.sizes.text(storage.nbytes())
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """A context in which nothing is recorded."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
 
     def fresh(self, wish: str) -> str:
         """A name that is not taken."""
@@ -107,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # the device of a tensor, which torch asks for often
+        if self._silent or func.namespace == "prim":  # the device of a tensor, which torch asks for often
             return func(*args, **kwargs)
         if func is aten.unbind.int:
             self._check_count(*args)
@@ -130,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         writes = tuple(dict.fromkeys(self._name(x, func) for x in written))
         args = _without_statistics(func, args)
-        given = map_leaves((args, dict(kwargs)), lambda leaf: self._leaf(leaf, func))
+        given = map_leaves((args, dict(kwargs)), lambda leaf: self.argument(leaf, func))
         wish = schema(func).name.partition("::")[2].strip("_")
         if wish in UNKNOWN or not all(self.sizes.knows(size) for x in tensors for size in x.shape):
             raise Refused(f"{wish} has a result of a size that only a run tells")
@@ -178,7 +188,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Refused(f"{func} reads a tensor that is made outside of the stage")
         return name
 
-    def _leaf(self, leaf: Any, func: Any) -> Any:
+    def argument(self, leaf: Any, func: Any) -> Any:
+        """A leaf of the arguments of a function, in an op."""
         if isinstance(leaf, Tensor):
             return Ref(self._name(leaf, func))
         if isinstance(leaf, torch.SymInt) or type(leaf) is int:

@@ -19,6 +19,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.fake_tensors import empty, run_op
+from fxpipe.passes.backward.tracing.opaque_vjp import run_whole
 from fxpipe.passes.backward.tracing.record_ops import NOWHERE, marked_draws
 from fxpipe.passes.backward.tracing.traces import Piece, Shapes, Task, Trace, roots
 from fxpipe.torch_internals.autograd_nodes import current_node, next_number, number_of
@@ -36,9 +37,6 @@ class WholeTracing:
     """
 
     def __init__(self, task: Task) -> None:
-        for op in task.stage.ops:
-            if isinstance(op.target, Opaque):
-                raise Refused(f"{op.target} is kept whole, {op.target.because}")
         self.task, self.recorder = task, task.recorder
         self.values: dict[str, Any] = {}
         self.found = Trace()
@@ -76,8 +74,11 @@ class WholeTracing:
         self.starts.append(next_number())
         self.recorder.ops, self.recorder.origin = [], lambda: op.origin
         self.recorder.decided = lambda: self.task.decided[op.name]
-        with self.recorder:
-            value = run_op(op, self.values, self.task.around, self.task.device)
+        if isinstance(op.target, Opaque):
+            value = run_whole(op, self.values, self.task.around, self.recorder)
+        else:
+            with self.recorder:
+                value = run_op(op, self.values, self.task.around, self.task.device)
         self.values[op.name] = value
         if isinstance(value, torch.SymFloat):
             self.task.sizes.numbers.setdefault(value.node.expr, op.name)

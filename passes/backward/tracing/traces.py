@@ -15,6 +15,7 @@ from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes
 from fxpipe.passes.backward.tracing.fake_tensors import on_fake_tensors
 from fxpipe.passes.backward.tracing.op_traces import OpTraces
+from fxpipe.passes.backward.tracing.opaque_vjp import with_zeros
 from fxpipe.passes.backward.tracing.record_ops import Recorder
 
 Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous
@@ -127,6 +128,7 @@ def run_tracing(begin: Callable[[Task], Tracing], task: Task, arriving: Sequence
         found.orders = {name: order for name, (_, strides) in given.items() if (order := order_of(strides))}
         found.scattered = frozenset(name for name, (shape, strides) in given.items() if is_scattered(shape, strides))
         tracing.backward(arriving)
+        found.backward = with_zeros(found.backward)
     found.types, found.memory = task.recorder.types, task.recorder.memory
     return found
 
