@@ -3,8 +3,7 @@
 from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
 from fxpipe.runtime.autograd.dependency import fork, join
 from fxpipe.runtime.autograd.device_copy import copy, wait
-from fxpipe.runtime.autograd.gradient_sums import accumulate, accumulate_mm
-from fxpipe.runtime.autograd.vjp import gradients_of
+from fxpipe.runtime.autograd.generated_gradients import accumulate, accumulate_mm, gradients_of
 
 from .deferred_norms import check_several_values, deferred_batch_norm, deferred_instance_norm
 from .microbatch import MicroBatch

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.runtime.autograd.backward_notes import watch
-from fxpipe.runtime.autograd.vjp import with_vjp
+from fxpipe.runtime.autograd.generated_gradients import with_vjp
 from fxpipe.torch_internals.tensor_memory import version_of
 
 from .deferred_norms import run_deferring

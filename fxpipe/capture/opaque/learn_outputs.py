@@ -50,7 +50,7 @@ from .calls_around import of_module, put
 from .derivatives import Derivatives
 from .mixing_in_runs import Contents, check_supposed, in_another_order, mixing
 from .opaque_submodules import FORWARD, Joins, Piece, Pieces
-from .returned_parts import NO_RESULT, Part, joinable, other_lengths
+from .returned_parts import NO_RESULT, Part, depended_on, joinable, other_lengths
 from .used_tensors import Uses
 
 
@@ -66,6 +66,7 @@ class Heard:
     key: Any
     takes: list[tuple[torch.dtype, tuple[int | None, ...]]]
     wants: tuple[bool, ...]
+    depends: tuple[bool, ...]
     result: Part
     drew: bool
     aliased: bool
@@ -221,8 +222,9 @@ def _promise(one: Heard, two: Heard, rows: int) -> Promise | None:
     gives = [_gives(a, b, varying, rows) for a, b in zip(*returned, strict=True)]
     if any(item is NO_RESULT for item in gives):
         return None
-    aliased, derived = one.aliased or two.aliased, one.derived or two.derived
-    return Promise(one.key, tuple(takes), tuple(gives), aliased, one.wants, derived, one.lists, None, without, joined)
+    either = one.aliased or two.aliased, one.wants, one.derived or two.derived, one.lists, None
+    depends = tuple(map(min, one.depends, two.depends))
+    return Promise(one.key, tuple(takes), tuple(gives), *either, without, joined, depends)
 
 
 def _of_own_lengths(call: Heard) -> Iterator[Place]:
@@ -292,9 +294,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
                         with running_in(module, opaque.method, opaque.uses) as (_, method):
                             return method(*named[0], **named[1])
                     except Exception:  # if it is the model's own, the next line raises it, too
-                        piece.unfit = (
-                            "does not run with only the tensors that it uses, or sets attributes of its module"
-                        )
+                        piece.unfit = "does not run with only the tensors that it uses, or sets attributes"
                 return own(*args, **kwargs)
 
         def stands_for(part: Any) -> Any:
@@ -332,11 +332,11 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
             opaque.writes.update(path for path, is_parameter in written.items() if not is_parameter)
             if True in written.values():
                 opaque.remembers.add("parameters that it writes")
-            taken, by_lists = derivatives.taken, bool(own_sizes)
             shows = cut and not (drew or drew_others or written)
             copies = [x.detach().clone() for x in tensors if id(x) not in own_sizes] if shows else None
             returned = Part.of(result, shows)
-            calls.append(Heard(piece, key, takes, wants, returned, drew, aliased, wrote, taken, by_lists, copies))
+            of = piece, key, takes, wants, depended_on(found, (*states, *tensors))
+            calls.append(Heard(*of, returned, drew, aliased, wrote, derivatives.taken, bool(own_sizes), copies))
             return result
 
         return forward

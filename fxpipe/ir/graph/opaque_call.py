@@ -57,6 +57,7 @@ class Promise:
     - `lists`: whether it is given lists whose items are the samples.
     - `mixing`: which of the tensors that it returns depend, for a sample, on other samples, if runs have shown that;
       else None.
+    - `depends`: for each of the tensors of `wants`, whether autograd went from a result back to it in the runs.
     - `without`: the places of lists in the result whose number of items is known only when it has run; `joined`: those
       of them that give one tensor, their items one after another.
     """
@@ -71,6 +72,7 @@ class Promise:
     mixing: frozenset[int] | None = None
     without: frozenset[Place] = frozenset()
     joined: frozenset[Place] = frozenset()
+    depends: tuple[bool, ...] = ()
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
@@ -183,12 +185,14 @@ class Opaque:
         """The floating-point or complex tensors in the result, by place, that needed no gradient in a run so far: they
         may need one when forward takes another branch."""
         runs = ([x for x in promise.gives if isinstance(x, Gives)] for promise in self.promises if promise.wants)
-        return frozenset(
-            place
-            for gives in runs
-            for place, x in enumerate(gives)
-            if not x.grad and (x.dtype.is_floating_point or x.dtype.is_complex)
-        )
+        without = ((place, x.dtype) for gives in runs for place, x in enumerate(gives) if not x.grad)
+        return frozenset(place for place, dtype in without if dtype.is_floating_point or dtype.is_complex)
+
+    @property
+    def depends(self) -> frozenset[int]:
+        """The tensors that it reads and is given, by place, on which its results depended in all runs so far."""
+        runs = [promise.depends for promise in self.promises if promise.wants]
+        return frozenset(place for place, depends in enumerate(zip(*runs, strict=True)) if all(depends))
 
     @property
     def derives(self) -> bool:

@@ -1,4 +1,4 @@
-"""The backward of an op that is kept whole: autograd's, for this op alone (`fxpipe/runtime/autograd/vjp.py`).
+"""The backward of an op that is kept whole: autograd's, for this op alone (`generated_gradients.py` runs it).
 
 y = opaque(tensors, args, kwargs)       forward    y, graph = opaque(tensors, args, kwargs, of)
                                         backward   dweight, dx = gradients_of(graph, dy)
@@ -7,7 +7,7 @@ y = opaque(tensors, args, kwargs)       forward    y, graph = opaque(tensors, ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ def why(op: Op) -> str:
 def run_whole(op: Op, values: Mapping[str, Any], around: tuple[Region, ...], recorder: Recorder) -> Any:
     """The value of an op that is kept whole, on fake tensors, with the names that it is recorded by. Its backward is
     recorded when autograd asks for it, which raises Refused if only a run tells whether it has one."""
+    assert isinstance(op.target, Opaque)
     several, regions = isinstance(op.type, TupleType), (*around, *op.regions)
     kinds: Sequence[Any] = op.type.items if isinstance(op.type, TupleType) else (op.type,)
     made = [empty(replace(kind, grad=False), (), recorder.sizes, recorder.device) for kind in kinds]
@@ -59,7 +60,7 @@ def run_whole(op: Op, values: Mapping[str, Any], around: tuple[Region, ...], rec
         recorder.drew.add(call)
     if of:
         ungraded = [x for x, kind in zip(made, kinds, strict=True) if not kind.grad]
-        back = partial(_backward, recorder, op, graph, [*of.values()])
+        back = partial(_backward, recorder, op, graph, [*of.values()], _certain(op.target, given, of))
         made = [*_Whole.apply(back, made, ungraded, *of.values())]  # type: ignore[no-untyped-call]
     parts = [(recorder.type_of(x), x) for x in made]
     alone = not (several or of)
@@ -89,6 +90,13 @@ def _graded(given: Sequence[Any]) -> dict[int, Tensor]:
     return found
 
 
+def _certain(target: Opaque, given: Sequence[Any], of: Collection[int]) -> tuple[int, ...]:
+    """The places, among those `of` sources, of the ones that results have depended on in all runs."""
+    tensors = [place for place, leaf in enumerate(tree_flatten(given)[0]) if isinstance(leaf, Tensor)]
+    known = target.depends
+    return tuple(n for n, place in enumerate(of) if tensors.index(place) in known)
+
+
 def _items(recorder: Recorder, call: str, named: Sequence[tuple[str, Tensor]]) -> None:
     """Record that these tensors are the items of what an op gives."""
     for place, (name, tensor) in enumerate(named):
@@ -113,9 +121,14 @@ class _Whole(torch.autograd.Function):
 
 
 def _backward(
-    recorder: Recorder, op: Op, graph: str, sources: Sequence[Tensor], grads: Sequence[Tensor | None]
+    recorder: Recorder,
+    op: Op,
+    graph: str,
+    sources: Sequence[Tensor],
+    certain: tuple[int, ...],
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """Record the backward of an op that is kept whole: the gradients of the sources."""
+    """Record the backward of an op that is kept whole: the gradients of the sources, of which some are `certain`."""
     assert isinstance(op.target, Opaque)
     if any(grads[place] is not None for place in op.target.unsure):
         raise Refused(why(op), by_ops=True)
@@ -124,13 +137,14 @@ def _backward(
     call = recorder.fresh("gradients")
     kind = recorder.types[call] = recorder.type_of(found)
     given = [grad if grad is None else recorder.argument(grad, op.target) for grad in grads]
-    recorder.ops.append(Op(call, GRADIENTS, (Ref(graph), *given), {}, kind, recorder.origin()))
+    recorder.ops.append(Op(call, GRADIENTS, (Ref(graph), *given), {"zeros": certain}, kind, recorder.origin()))
     _items(recorder, call, [(recorder.fresh("gradient"), x) for x in found])
     return found
 
 
 def with_zeros(backward: Sequence[Op]) -> list[Op]:
-    """Backward, where an op that reads one of these gradients gets zeros if a run has none."""
+    """Backward, where an op that reads one of these gradients gets zeros if a run has none. Raises Refused if earlier
+    runs had none: then autograd has none either for what depends on it."""
     asked = {op.name for op in backward if op.target == GRADIENTS}
     places = {
         op.name: (op.args[0].name, op.args[1])
@@ -139,4 +153,11 @@ def with_zeros(backward: Sequence[Op]) -> list[Op]:
     }
     read = {places[name] for op in backward for name in op.reads if name in places}
     zeros = {call: tuple(sorted(place for other, place in read if other == call)) for call in asked}
-    return [replace(op, kwargs={"zeros": zeros[op.name]}) if zeros.get(op.name) else op for op in backward]
+    uncertain = [op for op in backward if not set(zeros.get(op.name, ())) <= set(op.kwargs.get("zeros", ()))]
+    if uncertain:
+        at = uncertain[0].origin
+        raise Refused(f"what is kept whole has no gradient for all that it is given, at {at}", by_ops=True)
+    return [
+        replace(op, kwargs={"zeros": zeros[op.name]} if zeros[op.name] else {}) if op.name in asked else op
+        for op in backward
+    ]

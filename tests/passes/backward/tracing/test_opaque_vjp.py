@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import fxpipe
-from fxpipe.runtime.autograd.vjp import Vjp, gradients_of, with_vjp
+from fxpipe.runtime.autograd.generated_gradients import Vjp, gradients_of, with_vjp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is kept whole", "ignore:.*buffers")
 

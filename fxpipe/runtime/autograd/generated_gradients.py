@@ -1,4 +1,8 @@
-"""The gradients of code that is kept whole, inside of a backward that is generated code.
+"""What generated backward calls: sums of gradients, and autograd for code that is kept whole.
+
+Gradients of several micro-batches are added at once, not when all of a stage's are there: their memory is taken again
+by the next one, and does not have to be fetched anew from the system. A product of matrices is added by the kernel that
+computes it.
 
     g, k, o_vjp = self.o.vjp((0, 1, 2))(h, scale=2.0)       forward: autograd records what the code does
     do_weight, do_bias, dh = gradients_of(o_vjp, dg, dk)    backward
@@ -20,6 +24,19 @@ from fxpipe.torch_internals.tensor_memory import memory_key
 from .contiguous_layout import contiguous
 
 Call = Callable[[Sequence[Tensor], tuple[Any, ...], Mapping[str, Any]], Any]  # of the code's tensors, its arguments
+
+
+def accumulate(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The gradient, added in place to `total`, the sum of those before it; itself if it is the first. None counts as
+    nothing: code that is kept whole may have no gradient for a tensor."""
+    if gradient is None:
+        return total
+    return gradient if total is None else total.add_(gradient)
+
+
+def accumulate_mm(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """`accumulate(total, torch.mm(left, right))`, without a matrix for the product."""
+    return torch.mm(left, right) if total is None else total.addmm_(left, right)
 
 
 class Vjp(NamedTuple):
