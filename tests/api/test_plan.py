@@ -24,6 +24,7 @@ from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.timeline import check as check_timeline
 from fxpipe.pipe.results import planned
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 
@@ -145,7 +146,12 @@ def test_a_plan_of_a_model_runs(straight: fxpipe.Planned) -> None:
         pipe.close()
 
 
-@pytest.mark.parametrize("name", ["skip ladder", "branches", "tied transformer", "containers"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["skip ladder", "branches", "tied transformer", "containers"], ("skip ladder", "branches").__contains__
+    ),
+)
 def test_other_models_run_as_planned(name: str) -> None:
     """Skips, shared parameters, an order that is not the captured one: cut between layers as between ops."""
     case = MODELS[name]

@@ -39,6 +39,7 @@ def test_the_command_imports_torch_with_the_first_name_that_needs_it() -> None:
     assert says.split() == ["False", "fxpipe.viz.pictures", "True", "fxpipe.api.compile"]
 
 
+@pytest.mark.slow
 def test_a_type_alone_has_a_picture() -> None:
     plan = "Plan('net', (StagePlan((), 'cpu', 'never'),), 1)"
     assert ran(f"from fxpipe.ir.plan.plan import Plan, StagePlan; print({plan}._repr_svg_()[:4])") == "<svg"

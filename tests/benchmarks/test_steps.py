@@ -10,13 +10,14 @@ import pytest
 from benchmarks import overhead, throughput
 from benchmarks.trainers import BARE, PIPELINING, PLAIN, TORCHGPIPE, check, outcome, trainers
 from benchmarks.workload import Trainer, Workload
+from tests.helpers.marks import mostly_slow
 
 SMALL = Workload(stages=3, chunks=4, rows=2, width=8, depth=2)
 THREADS = [name for name in trainers(SMALL) if not name.startswith(PIPELINING)]
 PROCESSES = [name for name in trainers(SMALL) if name.startswith(PIPELINING)]
 
 
-@pytest.mark.parametrize("name", THREADS)
+@pytest.mark.parametrize("name", mostly_slow(THREADS, [*THREADS][::3].__contains__))
 def test_a_trainer_computes_what_the_plain_loop_does(name: str) -> None:
     makers = trainers(SMALL)
     pair = {PLAIN: makers[PLAIN](), name: makers[name]()}
@@ -56,6 +57,7 @@ def test_a_wrong_gradient_is_found() -> None:
         check({PLAIN: right, "forged": Trainer(lambda steps: loss.item(), lambda: gradients[1:])})
 
 
+@pytest.mark.slow
 def test_every_trainer_is_timed_in_steps() -> None:
     seconds = throughput.measure(SMALL, rounds=2, steps=3, only=[BARE])
     assert list(seconds) == [PLAIN, BARE]

@@ -138,6 +138,7 @@ def test_a_script_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("same: ") == 2
 
 
+@pytest.mark.slow
 def test_a_short_campaign(tmp_path: Path) -> None:
     subject = one.drawn(6, 0, tmp_path, ranks=0.0)
     found: list[Outcome] = []

@@ -104,10 +104,10 @@ def step(model, pipe, plain, ids):
     ("kind", "lengths", "captures"),
     [
         (Words, (5, 8, 3, LONGEST), 1),
-        (Masked, (5, 8, 3), 1),
+        pytest.param(Masked, (5, 8, 3), 1, marks=pytest.mark.slow),
         (Recurrent, (5, 8, 3), 1),
         (Branches, (5, 8, 3, 9), 2),
-        (Unrolled, (3, 4, 3), 2),
+        pytest.param(Unrolled, (3, 4, 3), 2, marks=pytest.mark.slow),
         (Whole, (LONGEST, LONGEST), 1),
         (Words, (5, 1, 4), 2),  # a size of one is a number
     ],
@@ -131,7 +131,8 @@ def test_a_step_is_right_for_each_length(kind, lengths, captures):
         (Masked, (5, 8, 3), 1, 2),
         (Shifted, (5, 8, 3), 1, 2),
         (Branches, (5, 8, 3, 9), 2, 2),
-        (Recurrent, (5, 8, 3), 2, 1),  # code for the first length; then it is a symbol, and an LSTM uses it as an int
+        # code for the first length; then it is a symbol, and an LSTM uses it as an int
+        pytest.param(Recurrent, (5, 8, 3), 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_backward_as_code_is_right_for_each_length(kind, lengths, captures, stages):

@@ -373,7 +373,13 @@ GRADIENTS = {
 }
 
 
-@cases(TRACED | GRADIENTS)
+SLOW = (
+    "packed", "unique", "numpy's function", "numpy's float", "moved", "C", "log", "func.grad", "no parameter",
+    "no buffer", "range", "context variable", "buffer of the batch", "model's own", "added buffer", "module's hook",
+)  # fmt: skip
+
+
+@cases(TRACED | GRADIENTS, SLOW)
 def test_what_a_message_says_to_write(case: Case) -> None:
     check(case, Path(__file__).name)
 

@@ -188,6 +188,9 @@ OUTSIDE = {
 }
 
 
-@cases(LOSS | OUTSIDE)
+SLOW = ("list, submodule", "type of list", "global, set", "kept, traced", "of each place", "dict")
+
+
+@cases(LOSS | OUTSIDE, SLOW)
 def test_what_a_message_says_to_write(case: Case) -> None:
     check(case, Path(__file__).name)

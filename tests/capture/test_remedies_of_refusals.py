@@ -248,7 +248,13 @@ BATCH = {
 }
 
 
-@cases(PART | BATCH)
+SLOW = (
+    "list of results, stacked", "number", "set", "result written", "derivative", "count", "one by one", "if, uncut",
+    "no common size",
+)  # fmt: skip
+
+
+@cases(PART | BATCH, SLOW)
 def test_what_a_message_says_to_write(case: Case) -> None:
     check(case, Path(__file__).name)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxpipe.capture import CallCapture, NoOps
 from fxpipe.ir.graph.evaluate_graph import evaluate
+from tests.helpers.marks import mostly_slow
 
 
 def tensors_of(model, graph):
@@ -329,14 +330,17 @@ CASES = {
 WHOLE_ONLY = ("batch norm", "regions", "dropout", "counting", "batch of one")  # not the same when cut
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, [*CASES][::2].__contains__))
 def test_whole(name):
     make, args, kwargs = CASES[name]
     torch.manual_seed(0)
     check(make(), *args, **kwargs)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WHOLE_ONLY])
+CUT = [name for name in CASES if name not in WHOLE_ONLY]
+
+
+@pytest.mark.parametrize("name", mostly_slow(CUT, CUT[1::2].__contains__))
 def test_cut_into_unequal_micro_batches(name):
     make, args, kwargs = CASES[name]
     torch.manual_seed(0)

@@ -43,7 +43,9 @@ def test_the_schedule_that_the_pages_show(golden: Callable[[str, str], None]) ->
     pipe.close()
 
 
-@pytest.mark.parametrize(("model", "inputs"), [(UNet(), IMAGES), (PixelTransformer(), PIXELS)])
+@pytest.mark.parametrize(
+    ("model", "inputs"), [pytest.param(UNet(), IMAGES, marks=pytest.mark.slow), (PixelTransformer(), PIXELS)]
+)
 def test_gradients_are_the_models_own(model: nn.Module, inputs: torch.Tensor) -> None:
     model = model.double()
     torch.manual_seed(0)

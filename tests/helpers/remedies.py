@@ -4,7 +4,7 @@ same one with that remedy, whose steps have to be the plain model's."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -124,6 +124,9 @@ def check(case: Case, file: str) -> None:
     steps_right(case.after, case.kept)
 
 
-def cases(table: Mapping[str, Case]) -> pytest.MarkDecorator:
-    """Runs a test for each case."""
-    return pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in table.items()])
+def cases(table: Mapping[str, Case], slow: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Runs a test for each case; those of these names are marked as slow."""
+    assert table.keys() >= set(slow), "each is the name of a case"
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in table}
+    params = [pytest.param(case, id=name, marks=marks[name]) for name, case in table.items()]
+    return pytest.mark.parametrize("case", params)

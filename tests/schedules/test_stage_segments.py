@@ -12,6 +12,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.schedules.make_schedule import make
 from fxpipe.schedules.stage_segments import segmented
+from tests.helpers.marks import mostly_slow
 
 
 @st.composite
@@ -33,7 +34,9 @@ def segments(draw: st.DrawFn) -> tuple[list[int], list[str], list[tuple[int, ...
     return stages, devices, sources
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "forward-only"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["gpipe", "1f1b", "zb-h1", "forward-only"], ("zb-h1", "forward-only").__contains__)
+)
 @given(made=segments(), chunks=st.integers(1, 6))
 def test_it_runs(name: str, made: tuple[list[int], list[str], list[tuple[int, ...]]], chunks: int) -> None:
     stages, devices, sources = made

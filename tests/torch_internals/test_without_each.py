@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError
 from fxpipe.torch_internals.capability import Capability, capabilities
 from fxpipe.torch_internals.compiling.stage_compiler import OFF
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.whole.ranks import without
 from tests.whole.ranks.pool import Pool
 
@@ -96,14 +96,24 @@ def check(way: str) -> None:
         pipe.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way != "compiled"))
 def test_with_all_of_them(way: str) -> None:
     check(way)
 
 
+NOT_OF_RANKS = [what for what in EVERY if what not in OF_RANKS]
+LONGER = (
+    "run a backward without its checks",
+    "functions that enter and leave an autocast, which an fx.Graph can call",
+)
+
+
 @pytest.mark.parametrize(
     "what",
-    mostly_slow([what for what in EVERY if what not in OF_RANKS], lambda what: what in REFUSED, 3),
+    [
+        *mostly_slow([what for what in NOT_OF_RANKS if what in REFUSED], lambda what: what not in LONGER),
+        *slow_in_turn([what for what in NOT_OF_RANKS if what not in REFUSED], 3),
+    ],
 )
 def test_without_one(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(EVERY[what]), "there", False)
@@ -118,6 +128,7 @@ def test_without_one(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused == REFUSED.get(what, set())
 
 
+@pytest.mark.slow
 def test_a_pipe_in_a_compiled_model_without_code_that_is_left_alone() -> None:
     """What marks it is chosen when fxpipe is imported."""
     code = f"""
@@ -145,7 +156,11 @@ def test_a_pipe_in_a_compiled_model_without_code_that_is_left_alone() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("run", [without.over_gloo, without.like_an_accelerator], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run",
+    mostly_slow([without.over_gloo, without.like_an_accelerator], [without.over_gloo].__contains__),
+    ids=lambda run: run.__name__,
+)
 def test_over_ranks(run: Callable[..., list[str]]) -> None:
     """All in one world of two processes, one after the other."""
     ranks = Pool(2)

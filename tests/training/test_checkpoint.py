@@ -88,7 +88,7 @@ def same(left: Any, right: Any) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("make", "stages"), [(adam, (2, 7)), (sgd, ())])
+@pytest.mark.parametrize(("make", "stages"), [pytest.param(adam, (2, 7), marks=pytest.mark.slow), (sgd, ())])
 def test_saved_from_four_stages(
     make: Callable[[nn.Module], torch.optim.Optimizer], stages: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -24,8 +24,8 @@ def norm() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "shape", "options"),
     [
-        (small, (4, 4), {"devices": 3, "chunks": 2}),
-        (small, (4, 4), {"devices": 2, "chunks": 2, "cut": [1, 1]}),
+        pytest.param(small, (4, 4), {"devices": 3, "chunks": 2}, marks=pytest.mark.slow),
+        pytest.param(small, (4, 4), {"devices": 2, "chunks": 2, "cut": [1, 1]}, marks=pytest.mark.slow),
         (small, (4, 4), {"devices": 2, "chunks": 2, "cut": ["1"]}),
         (small, (4, 4), {"devices": 2, "chunks": 4, "warmup": (2, 1)}),
         (small, (4, 4), {"devices": 2, "chunks": 2, "checkpoint": {1}}),

@@ -435,6 +435,7 @@ class Tokens(nn.Module):
         return self.head(sums[:, :length][:, slice(0, None), :])
 
 
+@pytest.mark.slow
 def test_sizes_that_are_looked_at() -> None:
     torch.manual_seed(0)
     model = Tokens().double()

@@ -174,7 +174,7 @@ def recomputed(mode: str | set[int], stage: int) -> list[int]:
     return list(reversed(range(count)))
 
 
-@pytest.mark.parametrize(("mode", "data", "spread"), mostly_slow(GRID, GRID[::3].__contains__), ids=str)
+@pytest.mark.parametrize(("mode", "data", "spread"), mostly_slow(GRID, GRID[::7].__contains__), ids=str)
 def test_the_way_back(
     make: Make, monkeypatch: pytest.MonkeyPatch, mode: str | set[int], data: str, spread: str
 ) -> None:
@@ -230,7 +230,7 @@ class Named(tuple[int, int]):
     def wait_stream(self, other: object) -> None: ...
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("mode", mostly_slow(["never", "except_last", "always"], "except_last".__eq__))
 def test_a_value_is_copied_once_to_each_device(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The scheduler for three GPUs, two stages on the last, run with stages that are all on the CPU.
     x = DATA["floats"][1]
@@ -272,7 +272,7 @@ def test_a_value_is_copied_once_to_each_device(mode: str, tmp_path: Path, monkey
     unload(package)
 
 
-@pytest.mark.parametrize("devices", [APART, TWO_ON_ONE], ids=["apart", "two on one"])
+@pytest.mark.parametrize("devices", mostly_slow([APART, TWO_ON_ONE], TWO_ON_ONE.__eq__), ids=["apart", "two on one"])
 def test_a_value_is_let_go_after_its_last_use(make: Make, monkeypatch: pytest.MonkeyPatch, devices: Devices) -> None:
     pipe, x = make(devices=devices), DATA["floats"][1]
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_a_value_is_let_go_after_its_last_use(make: Make, monkeypatch: pytest.Mo
     assert all(memory.expired() for memory in kept.values())
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("mode", mostly_slow(["never", "except_last", "always"], "except_last".__eq__))
 def test_a_skip_is_let_go_in_backward(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     pipe, x = make(checkpoint=mode), DATA["floats"][1]
     pipe(x)
@@ -329,10 +329,13 @@ def keep_track(pipe: fxpipe.Pipe, monkeypatch: pytest.MonkeyPatch) -> dict[int, 
 # Buffers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [APART, TWO_ON_ONE], ids=["apart", "two on one"])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_buffers_are_written_once_per_micro_batch(make: Make, mode: str | set[int], devices: Devices) -> None:
-    pipe, x = make(devices=devices, checkpoint=mode), DATA["floats"][1]
+CASES = product(MODES, ["apart", "two on one"])
+QUICK = [("never", "apart"), ("except_last", "two on one"), ("always", "apart"), ({0, 2}, "two on one")]
+
+
+@pytest.mark.parametrize(("mode", "spread"), mostly_slow(CASES, QUICK.__contains__), ids=str)
+def test_buffers_are_written_once_per_micro_batch(make: Make, mode: str | set[int], spread: str) -> None:
+    pipe, x = make(devices=SPREAD[spread], checkpoint=mode), DATA["floats"][1]
     plain = copy.deepcopy(pipe.model)
     own = dict(pipe.named_buffers())
     for step in range(1, 4):

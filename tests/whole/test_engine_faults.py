@@ -179,6 +179,7 @@ CONFIGS = [
     ("interleaved", 2, "always"),
     ("zb-v", 2, "except_last"),
 ]
+SOME = [pytest.param(config, marks=pytest.mark.slow if place % 3 == 0 else ()) for place, config in enumerate(CONFIGS)]
 
 
 @dataclass
@@ -328,7 +329,7 @@ def test_the_error_lets_go_of_the_step(subjects: Callable[..., Subject]) -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SOME, ids=str)
 def test_an_interrupt_at_any_time(subjects: Callable[..., Subject], config: Any) -> None:
     """Ctrl-C from outside, a little later each time: the step is done, or it is as if it had not been."""
     subject = subjects(*config)
@@ -383,7 +384,7 @@ def test_an_interrupt_while_a_lock_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("busy", [False, True], ids=["before the step", "in the step"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SOME, ids=str)
 def test_a_worker_that_is_gone(
     subjects: Callable[..., Subject], config: Any, busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import PlanError
 from fxpipe.schedules.make_schedule import FORWARDS_FIRST, SCHEDULES
+from tests.helpers.marks import mostly_slow
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -149,15 +151,18 @@ def detached(output: Any) -> Any:
     return {key: value.detach() for key, value in output.items()} if isinstance(output, dict) else output.detach()
 
 
-@pytest.mark.parametrize("backward", ["autograd", "code"])
+@pytest.mark.parametrize("backward", mostly_slow(["autograd", "code"], "code".__eq__))
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda loss_fn: loss_fn.__name__)
 def test_losses_of_the_whole_batch(loss_fn: Loss, backward: str) -> None:
     with silent():
         check_step(Net(), loss_fn, (7, 6), backward=backward)
 
 
-@pytest.mark.parametrize("model", [Towers, Balanced])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always", "selective"])
+CASES = product(["never", "except_last", "always", "selective"], [Towers, Balanced])
+QUICK = [("except_last", Balanced), ("always", Towers), ("selective", Balanced)]
+
+
+@pytest.mark.parametrize(("checkpoint", "model"), mostly_slow(CASES, QUICK.__contains__))
 def test_losses_in_a_model(model: Callable[[], nn.Module], checkpoint: str) -> None:
     with silent():
         check_step(model(), None, checkpoint=checkpoint, backward="code")
@@ -165,7 +170,13 @@ def test_losses_in_a_model(model: Callable[[], nn.Module], checkpoint: str) -> N
             check_step(model(), None, (7, 8), checkpoint=checkpoint, devices=3, chunks=2)
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES.keys() - {"forward-only"}))
+@pytest.mark.parametrize(
+    "schedule",
+    mostly_slow(
+        sorted(SCHEDULES.keys() - {"forward-only"}),
+        ("gpipe", "1f1b", "interleaved", "zb-h1", "looped-bfs").__contains__,
+    ),
+)
 def test_forwards_come_first(schedule: str) -> None:
     if schedule in FORWARDS_FIRST:
         with silent():

@@ -196,6 +196,7 @@ def test_a_lock_that_this_thread_has_is_kept() -> None:
         assert forked(child) == 0
 
 
+@pytest.mark.slow
 def test_a_collected_pipe_is_silent() -> None:
     """It closes itself."""
     with warnings.catch_warnings():

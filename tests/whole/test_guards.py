@@ -405,7 +405,7 @@ def check(name: str, captures: list[Any], step: Callable[[Any, nn.Module, Call],
     assert len(captures) == first, "a call that was made before is of no new kind"
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, [*CASES][::2].__contains__))
+@pytest.mark.parametrize("name", mostly_slow(CASES, [*CASES][::4].__contains__))
 def test_a_call(name: str, captures: list[Any]) -> None:
     check(name, captures, by_calls)
 

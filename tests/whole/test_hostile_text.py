@@ -27,6 +27,7 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.pipe.ranks.loaded_rank_pipe import table_of
 from fxpipe.pipe.results import planned, searched
 from fxpipe.schedules.make_schedule import make
+from tests.helpers.marks import mostly_slow
 
 RUN = "__import__('builtins').hostile.append(1)"
 TEXTS = (
@@ -186,7 +187,7 @@ def hostile(data: Any) -> Iterator[str]:
             yield changed(data, at, key)
 
 
-@pytest.mark.parametrize("make_file", FILES)
+@pytest.mark.parametrize("make_file", mostly_slow(FILES, [plan_file, cluster_file, timeline_file].__contains__))
 def test_no_text_of_a_file_runs(make_file: Callable[[Path], tuple[str, Any]], tmp_path: Path) -> None:
     text, load = make_file(tmp_path)
     path, refused = tmp_path / "hostile.json", list[int]()
@@ -206,7 +207,7 @@ def test_no_text_of_a_file_runs(make_file: Callable[[Path], tuple[str, Any]], tm
 WRONG = (None, 2.5, "2", -1, 10**9, 10**30, True, [], {}, [[[]]], "")
 
 
-@pytest.mark.parametrize("make_file", FILES)
+@pytest.mark.parametrize("make_file", mostly_slow(FILES, [plan_file, timeline_file, messages_file].__contains__))
 def test_values_of_other_types_are_refused(make_file: Callable[[Path], tuple[str, Any]], tmp_path: Path) -> None:
     text, load = make_file(tmp_path)
     path, data, refused = tmp_path / "wrong.json", json.loads(text), list[int]()
@@ -255,7 +256,7 @@ def forward(self, x):
 '''
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", mostly_slow(TEXTS, [*TEXTS][::2].__contains__))
 def test_no_name_of_a_model_runs(text: str) -> None:
     """Its class, its file, its modules, parameters and keys, and the comments of its lines."""
     name = text.replace(".", "_")  # which no module may have in its name

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -232,7 +232,10 @@ def check(model: nn.Module, twin: nn.Module, pipe: Any, training: bool | None, s
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    list(zip(["dropout", "attention dropout", "random draws", "batch norm", "resnet"], cycle(ORDERS))),
+    mostly_slow(
+        zip(["dropout", "attention dropout", "random draws", "batch norm", "resnet"], cycle(ORDERS)),
+        lambda one: one[0] != "resnet",
+    ),
 )
 def test_models_of_the_table(name: str, order: str) -> None:
     case = MODELS[name]
@@ -253,8 +256,10 @@ def test_models_of_the_table(name: str, order: str) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", DROPS)
+QUICK = [("attention", "train first"), ("every", "eval first"), ("returned", "eval first")]
+
+
+@pytest.mark.parametrize(("name", "order"), mostly_slow(product(DROPS, ORDERS), QUICK.__contains__))
 def test_a_capture_for_each_mode(name: str, order: str) -> None:
     model = DROPS[name]()
     twin = copy.deepcopy(model)
@@ -300,6 +305,7 @@ def test_training_draws_as_before(kind: type[nn.Module] | None) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_steps_of_gpt2() -> None:
     torch.manual_seed(0)
     model = GPT2(3)
@@ -551,8 +557,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {"asks": Asks, "encoder": Encoder, "n
 NETS |= {"layers": lambda: nn.Sequential(*(Asks() for _ in range(4)))}
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(4), (0).__eq__))
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "seed"), mostly_slow(product(NETS, range(4)), [("asks", 0), ("norms", 0)].__contains__)
+)
 def test_modes_in_any_order(name: str, seed: int) -> None:
     rng = Random(f"{name} {seed}")
     torch.manual_seed(seed)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from tests.helpers.marks import mostly_slow
 
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CALLS = 3  # from the second on, what the modules keep are inputs of the graph
@@ -79,10 +80,10 @@ def steps_are_the_models(pipe: fxpipe.Pipe, plain: Numbers) -> None:
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "replicas"),
     [
-        ("gpipe", "never", None),
+        pytest.param("gpipe", "never", None, marks=pytest.mark.slow),
         ("1f1b", "except_last", None),
-        ("zb-h1", "always", None),
-        ("1f1b", "always", (1, 2, 1)),
+        pytest.param("zb-h1", "always", None, marks=pytest.mark.slow),
+        pytest.param("1f1b", "always", (1, 2, 1), marks=pytest.mark.slow),
         ("zb-h1", "never", (2, 1, 2)),
     ],
 )
@@ -94,7 +95,7 @@ def test_steps(schedule: Any, checkpoint: Any, replicas: Any) -> None:
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("checkpoint", mostly_slow(["never", "except_last", "always"], "always".__eq__))
 def test_calls(checkpoint: Any) -> None:
     model, plain = twins()
     with closing(fxpipe.compile(model, devices=3, chunks=3, checkpoint=checkpoint)) as pipe:

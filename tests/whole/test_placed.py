@@ -29,8 +29,7 @@ SETTINGS = [
     (3, 2, "never", "zb-h2"),
 ]
 NAMES = [name for name, case in MODELS.items() if "paper" not in case.traits and case.reduce is None]
-QUICK = {"long skip", "tied weight", "batch norm", "dropout", "in place after a fork", "set item", "moving average"}
-QUICK |= {"no grad", "nested outputs", "two inputs", "own function", "lstm by hand"}
+QUICK = {"tied weight", "batch norm", "dropout", "in place after a fork", "nested outputs", "own function"}
 
 
 def anywhere(devices: int, seed: int) -> Callable[[Graph, Mapping[str, int]], Placed]:

@@ -1,8 +1,8 @@
 """A step with replicated stages is the model's: loss, outputs, all gradients and buffers, under every schedule.
 
-By default a few models run, chosen for what crosses between their stages, in configurations that go round, so that
-every pair of a number of replicas and a schedule occurs; `slow` runs some of them for each model whose samples do not
-see each other.
+A few models, chosen for what crosses between their stages, run in configurations that go round, so that every pair of
+a number of replicas and a schedule occurs: four of them by default, the others with `slow`, which also runs some of the
+configurations for each model whose samples do not see each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.pipe.options.compile_options import Options, deal, device_labels, stage_devices
-from tests.helpers.marks import slow_in_turn
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs
 from tests.whole.test_steps import BATCHES, CHECKPOINTS, NAMES, captured, one_step, reference, stepped, steps_of
@@ -30,6 +30,7 @@ FEW = (
     "long skip", "branches", "tied transformer", "weight norm", "in place", "numbers", "positions", "own loss",
     "constants", "experts",
 )  # fmt: skip
+QUICK = ("long skip", "in place", "numbers", "constants")
 ALONE = [name for name, case in MODELS.items() if not (case.random or {"buffers", "paper"} & case.traits)]
 
 
@@ -70,7 +71,7 @@ def check(name: str, configs: Iterable[tuple[tuple[int, ...], str]], checkpoints
     return ran
 
 
-@pytest.mark.parametrize(("index", "name"), list(enumerate(FEW)), ids=FEW)
+@pytest.mark.parametrize(("index", "name"), mostly_slow(enumerate(FEW), lambda one: one[1] in QUICK), ids=FEW)
 def test_a_replicated_step_is_the_models(index: int, name: str) -> None:
     assert check(name, configurations(index), CHECKPOINTS) == 5
 

@@ -73,7 +73,7 @@ def noted(method: Callable[..., Any], kind: str, note: Callable[[Step, Action], 
     return run
 
 
-@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(GRID, GRID[::5].__contains__), ids=str)
+@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(GRID, GRID[::13].__contains__), ids=str)
 def test_buffers_are_written_once_per_micro_batch(make: Make, schedule: str, checkpoint: Any) -> None:
     pipe = make(schedule, checkpoint=checkpoint)
     plain = copy.deepcopy(pipe.model)
@@ -91,7 +91,9 @@ def test_buffers_are_written_once_per_micro_batch(make: Make, schedule: str, che
             assert buffer is own[name]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", mostly_slow(SCHEDULES, ("1f1b", "zb-h1", "interleaved", "dualpipe-v").__contains__)
+)
 def test_each_worker_runs_its_row(make: Make, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """In the order of the schedule, on a thread of its own, and nothing else; micro-batches that are not there left
     out."""
@@ -110,7 +112,7 @@ def test_each_worker_runs_its_row(make: Make, monkeypatch: pytest.MonkeyPatch, s
         assert dict(log) == dict(zip(names, wanted, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", mostly_slow(["gpipe", "1f1b", "zb-h1"], "1f1b".__eq__))
 def test_recomputation_starts_before_the_gradient_is_there(
     make: Make, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
@@ -165,8 +167,10 @@ def live(pipe: fxpipe.Pipe, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[
     return most
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("chunks", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("chunks", "checkpoint"),
+    mostly_slow(product([2, 4, 8, 16], ["never", "always"]), [(2, "always"), (8, "never")].__contains__),
+)
 def test_live_micro_batches(make: Make, monkeypatch: pytest.MonkeyPatch, chunks: int, checkpoint: str) -> None:
     """1F1B keeps min(stages from here to the end, chunks) at a stage, however many there are; GPipe keeps all."""
     for schedule, wanted in (("1f1b", [4, 3, 2, 1]), ("gpipe", [chunks] * 4), ("zb-h1", [4] * 4)):

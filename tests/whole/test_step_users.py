@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CaptureError, FxpipeError, InputError, PackageError
 from fxpipe.ir.schedule.schedule import Action
+from tests.helpers.marks import mostly_slow
 from tests.helpers.transparency import split
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
@@ -85,7 +86,7 @@ def step(pipe: Any, x: Tensor = X, y: Tensor = Y, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["optimizer before", "after"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", mostly_slow(SCHEDULES, ("1f1b", "zb-h1").__contains__))
 def test_training(make: Make, schedule: str, before: bool) -> None:
     """Several steps accumulate, as several backwards do, for batches of any size."""
     pipe, plain = make(schedule=schedule)
@@ -230,7 +231,7 @@ def test_an_optimizer_in_the_hooks(make: Make) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("rows", mostly_slow([8, 7], (7).__eq__))
 def test_inputs_with_a_gradient(make: Make, schedule: str, rows: int) -> None:
     """A leaf with a hook, and a tensor that comes from a graph of the user's."""
     pipe, plain = make(schedule=schedule)
@@ -380,8 +381,10 @@ def same_or_both_odd(pipe: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"),
+    mostly_slow(product(SCHEDULES, ["never", "always"]), [("1f1b", "always"), ("zb-h1", "never")].__contains__),
+)
 def test_autocast(make: Make, schedule: str, checkpoint: str) -> None:
     """Equal to the plain model's own micro-batches inside autocast, to the last bit."""
     pipe, plain = make(lambda: Net().float(), schedule=schedule, checkpoint=checkpoint)
@@ -523,8 +526,10 @@ def recomputed(pipe: fxpipe.Pipe) -> set[tuple[int, int]]:
     return {a[1:] for a, b in pairs if a.kind == "F" and a[1:] != b[1:] and a.micro_batch <= last[modes[a.stage]]}
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"])
+TIMED = list(product(["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"], ["never", "except_last", "always"]))
+
+
+@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(TIMED, TIMED[::4].__contains__))
 def test_a_timeline(make: Make, schedule: str, checkpoint: str) -> None:
     pipe, plain = make(schedule=schedule, devices=2, checkpoint=checkpoint)
     step(pipe)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.opaque_call import opaques
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import Case, vectors
 from tests.helpers.traits import TRAITS, Checkpointed
 from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown, step
@@ -32,9 +33,9 @@ SCHEDULES = ("1f1b", "zb-h1", "gpipe", "interleaved", "zb-v")
 
 
 def models(turn: int) -> list[Any]:
-    """(number, name) of each model; one in each four, from `2 * turn` on, is not slow."""
+    """(number, name) of each model; one in each eight, from `2 * turn` on, is not slow."""
     return [
-        pytest.param(index, name, id=name, marks=() if index % 4 == 2 * turn else pytest.mark.slow)
+        pytest.param(index, name, id=name, marks=() if index % 8 == 2 * turn else pytest.mark.slow)
         for index, name in enumerate(TRAITS)
     ]
 
@@ -100,7 +101,7 @@ WRITING = [name for name, case in TRAITS.items() if "writes-parameters" in case.
 @pytest.mark.parametrize(
     "checkpoint", ["except_last", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("always", "never"))]
 )
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("name", mostly_slow(WRITING, "writes samples".__eq__))
 def test_parameters_that_forward_writes(name: str, checkpoint: str) -> None:
     """Each micro-batch finds what the one before has written; a recomputation what its own forward found. Hooks on
     parameters see the gradient as in the plain model."""
@@ -116,14 +117,14 @@ def test_parameters_that_forward_writes(name: str, checkpoint: str) -> None:
         check_steps(case, build(case), build(case), schedule=schedule, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("check", [check_calls, check_steps])
+@pytest.mark.parametrize("check", mostly_slow([check_calls, check_steps], [check_steps].__contains__))
 def test_dropout_inside_of_torchs_checkpoint(check: Callable[..., None]) -> None:
     """The plain model does without the checkpoint, for its recomputation draws other numbers than the seeded ones."""
     case = replace(TRAITS["checkpointed"], make=lambda: Checkpointed(0.3), random=True)
     check(case, build(replace(case, make=lambda: Checkpointed(0.3, recompute=False))), build(case))
 
 
-@pytest.mark.parametrize("check", [check_calls, check_steps])
+@pytest.mark.parametrize("check", mostly_slow([check_calls, check_steps], [check_steps].__contains__))
 def test_einops_in_a_model(check: Callable[..., None]) -> None:
     """Its functions, and its layers between others."""
     einops = pytest.importorskip("einops")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.pipe.build.build_cache import MOST_RUNNING
+from tests.helpers.marks import mostly_slow
 
 
 class Net(nn.Module):
@@ -96,8 +98,15 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-@pytest.mark.parametrize("backward", ["autograd", "code"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+CASES = list(product(BODIES, ["autograd", "code"]))
+QUICK = [(ranked, "autograd"), (with_places, "code"), (of_lists, "autograd"), (by_counts, "code")]
+
+
+@pytest.mark.parametrize(
+    ("body", "backward"),
+    mostly_slow(CASES, QUICK.__contains__),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_calls_and_steps_are_those_of_the_model(body: Callable[..., Tensor], backward: str) -> None:
     torch.manual_seed(0)
     plain = Net(body).double()

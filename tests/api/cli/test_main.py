@@ -15,6 +15,7 @@ from fxpipe.api.cli.main import COMMANDS, main, parser
 from fxpipe.pipe import progress
 from fxpipe.pipe.options.compile_table import COMPILE
 from fxpipe.pipe.verify import versions
+from tests.helpers.marks import mostly_slow
 
 MODEL = """
 import torch
@@ -153,7 +154,7 @@ print("torch" in sys.modules, status)
     assert found.stdout.splitlines()[-1] == f"False {0 if asked else 2}", found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("first", ["", "import torch; "])
+@pytest.mark.parametrize("first", mostly_slow(["", "import torch; "], "".__eq__))
 def test_what_an_import_registers_is_there(first: str) -> None:
     script = f"{first}import fxpipe; from torch.distributed import rendezvous; next(rendezvous('fxpipe://', -1, 1))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=False)

@@ -15,6 +15,7 @@ from fxpipe.capture import NO_TARGET, StepCapture, capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import evaluate, with_totals
 from tests.helpers.layer_behind import LayerBehind
+from tests.helpers.marks import mostly_slow
 
 ROWS = 7
 CHUNKS = 3  # of 3, 2 and 2 samples
@@ -265,7 +266,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, [*LOSSES][::2].__contains__))
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 def test_loss_and_gradients_are_those_of_the_batch(name):
@@ -346,7 +347,7 @@ def test_refuses(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("backward", ["autograd", "code"])
+@pytest.mark.parametrize("backward", mostly_slow(["autograd", "code"], "code".__eq__))
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_without_a_layer_behind_it_is_that_of_the_batch(name, backward):
     loss_fn, _ = REFUSED[name]
@@ -360,7 +361,7 @@ def test_without_a_layer_behind_it_is_that_of_the_batch(name, backward):
         close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("reduce", ["mean", {"loss": "mean"}])
+@pytest.mark.parametrize("reduce", mostly_slow(["mean", {"loss": "mean"}], lambda reduce: reduce != "mean"))
 @pytest.mark.filterwarnings("ignore")
 def test_what_the_user_says_wins(reduce):
     for loss_fn, _ in [*REFUSED.values(), (lambda o, t: (o - t).sum(), "")]:

@@ -89,7 +89,7 @@ GRIDS = ((1, 3), (2, 2), (1, 1), (2, 3), (1, 2))
 
 
 @pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way == "1f1b"))
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", mostly_slow([False, True], (False).__eq__))
 def test_steps_are_those_of_the_model(way: str, whole: bool) -> None:
     """Also with another number of samples, and of patches."""
     model = Reader(whole).double()
@@ -284,7 +284,7 @@ class Cropped(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*is kept whole")
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("chunks", mostly_slow([1, 2, 3], (2).__eq__))
 def test_samples_cropped_to_their_lengths(chunks: int) -> None:
     torch.manual_seed(0)
     model, x, target = Cropped().double(), torch.randn(4, 5, 6).double(), torch.randn(4, 3).double()

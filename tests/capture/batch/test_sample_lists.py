@@ -177,6 +177,7 @@ def test_lists_of_tensors(as_dict: bool) -> None:
         torch.testing.assert_close(pipe(given), model(given))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=6), st.integers(2, 4), st.data())
 def test_any_sizes(counts: list[int], chunks: int, data: st.DataObject) -> None:
@@ -235,7 +236,7 @@ ASKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", mostly_slow(ASKS, [*ASKS][::2].__contains__))
 def test_what_forward_asks_of_a_list_is_true(name: str) -> None:
     """What ends the trace is kept whole, and asks the list itself."""
 

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -252,21 +253,18 @@ def check(model: nn.Module, chunks: int, samples: int, batch: Callable[[int], tu
         assert len(pipe.stages) == 2
 
 
-@pytest.mark.parametrize("body", LOOPS, ids=named)
+@pytest.mark.parametrize("body", mostly_slow(LOOPS, [padded, shared, attends, in_place].__contains__), ids=named)
 def test_a_loop_is_the_models(body: Body) -> None:
     """In micro-batches of 3 and 2 samples; and then of as many, and more."""
     check(Model(body), 3, 8)
 
 
-QUICK = [listed, in_two, shared]
-
-
-@pytest.mark.parametrize("body", mostly_slow(LOOPS, QUICK.__contains__), ids=named)
+@pytest.mark.parametrize("body", mostly_slow(LOOPS, [listed].__contains__), ids=named)
 def test_micro_batches_of_one_sample(body: Body) -> None:
     check(Model(body), 4, 7)
 
 
-@pytest.mark.parametrize("body", mostly_slow([*LOOPS, *REFUSED], QUICK.__contains__), ids=named)
+@pytest.mark.parametrize("body", mostly_slow([*LOOPS, *REFUSED], [shared].__contains__), ids=named)
 def test_uncut_it_is_the_models(body: Body) -> None:
     if body is not unequal:
         check(Model(body), 1, 4)
@@ -299,8 +297,14 @@ def in_all(out: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("options", WAYS, ids=lambda options: "-".join(options.values()))
-@pytest.mark.parametrize("loss", [each_alone, in_all])
+STEPS = list(product([each_alone, in_all], WAYS))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    mostly_slow(STEPS, STEPS[::3].__contains__),
+    ids=lambda value: value.__name__ if callable(value) else "-".join(value.values()),
+)
 def test_steps_are_the_models(loss: Callable[..., Tensor], options: dict[str, Any]) -> None:
     model = Model(listed)
     plain = copy.deepcopy(model)
@@ -334,6 +338,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.lists(st.lists(st.sampled_from(sorted(ROWS)), min_size=1, max_size=3), min_size=1, max_size=3),
@@ -405,7 +410,7 @@ def by_last_index(self: Any, x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if list(range(len(x)))[-1] > 8 else h
 
 
-@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("chunks", mostly_slow([2, 5], (2).__eq__))
 @pytest.mark.parametrize("body", [by_length, by_count, by_last_index])
 def test_what_is_done_for_the_whole_batch_only_is_refused(body: Any, chunks: int) -> None:
     x = torch.randn(12, 6, dtype=torch.float64)
@@ -432,7 +437,7 @@ class Labelled(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", mostly_slow([1, 2], (2).__eq__))
 def test_other_sizes_are_compared_where_the_batch_size_is_fixed(chunks: int) -> None:
     model = Labelled().double()
     with closing(fxpipe.compile(copy.deepcopy(model), 2, chunks)) as pipe:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -187,21 +188,18 @@ def written(self: Any, h: Tensor, lengths: Tensor) -> Tensor:
     return h * mask
 
 
-@pytest.mark.parametrize("body", LOOPS, ids=named)
+@pytest.mark.parametrize("body", mostly_slow(LOOPS, [by_index, last_step, scaled].__contains__), ids=named)
 def test_a_loop_is_the_models(body: Body) -> None:
     """In micro-batches of 3 and 2 samples; and then of as many, and more."""
     check(Model(body), 3, 8, batch)
 
 
-QUICK = [pooled, by_index, added_up]
-
-
-@pytest.mark.parametrize("body", mostly_slow(LOOPS, QUICK.__contains__), ids=named)
+@pytest.mark.parametrize("body", mostly_slow(LOOPS, [by_index].__contains__), ids=named)
 def test_micro_batches_of_one_sample(body: Body) -> None:
     check(Model(body), 4, 7, batch)
 
 
-@pytest.mark.parametrize("body", mostly_slow([*LOOPS, *KEPT_WHOLE, written], QUICK.__contains__), ids=named)
+@pytest.mark.parametrize("body", mostly_slow([*LOOPS, *KEPT_WHOLE, written], [by_index].__contains__), ids=named)
 @pytest.mark.filterwarnings("ignore:.* kept whole")
 def test_uncut_it_is_the_models(body: Body) -> None:
     plain, model, given = Model(body), Model(body), batch(4)
@@ -234,8 +232,14 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WAYS, ids=lambda options: "-".join(map(str, options.values())))
-@pytest.mark.parametrize("body", [between, in_place], ids=named)
+STEPS = list(product([between, in_place], WAYS))
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    mostly_slow(STEPS, STEPS[3::6].__contains__),
+    ids=lambda value: named(value) if callable(value) else "-".join(map(str, value.values())),
+)
 def test_steps_are_the_models(body: Body, options: dict[str, Any]) -> None:
     model, options = Model(body), {"chunks": 3, **options}
     plain = copy.deepcopy(model)
@@ -264,6 +268,7 @@ OPS: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     st.lists(st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=3), min_size=1, max_size=3),
@@ -286,6 +291,7 @@ def test_random_loops(loops: list[list[str]], chunks: int, samples: int) -> None
     check(Model(body), chunks, samples, batch)
 
 
+@pytest.mark.slow
 def test_pieces_of_selected_rows_are_right_in_one_micro_batch_and_else_refused_with_their_line() -> None:
     def pieces(self: Any, h: Tensor, lengths: Tensor) -> Tensor:
         mask = torch.arange(LONGEST) < lengths[:, None]

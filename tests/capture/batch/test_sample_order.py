@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
+from tests.helpers.marks import mostly_slow
 
 Body = Callable[[Tensor], Tensor]
 
@@ -151,7 +152,7 @@ class Windows(nn.Module):
         return self.head(torch.tanh(x)).squeeze(-1)
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("chunks", mostly_slow([2, 3], (2).__eq__))
 def test_windows(chunks: int) -> None:
     torch.manual_seed(0)
     model, x, y = Windows().double(), torch.randn(6, 4, 4, 4).double(), torch.randn(6, 4, 4).double()

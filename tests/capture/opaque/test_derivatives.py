@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 import fxpipe
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.opaque_call import opaques
+from tests.helpers.marks import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is kept whole")
 WIDTH = 6
@@ -195,13 +196,16 @@ def check(model: nn.Module, given: tuple[Tensor, ...], kept: list[str], **option
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [(ByAutograd, "never"), *((kind, "always") for kind in (ByAutograd, OfInput, Jvp, Dual))],
+    mostly_slow(
+        [(ByAutograd, "never"), *((kind, "always") for kind in (ByAutograd, OfInput, Jvp, Dual))],
+        [(ByAutograd, "never"), (OfInput, "always")].__contains__,
+    ),
 )
 def test_in_a_submodule(kind: type[Potential], mode: str) -> None:
     check(Inside(kind), (X,), ["middle.0"], chunks=2, checkpoint=mode).close()
 
 
-@pytest.mark.parametrize("kinds", [(Grad, Grad), (Jacrev,)])
+@pytest.mark.parametrize("kinds", [(Grad, Grad), pytest.param((Jacrev,), marks=pytest.mark.slow)])
 def test_in_layers_that_are_alike_and_of_a_vmap(kinds: tuple[type[Potential], ...]) -> None:
     kept = [f"middle.{place}" for place in range(len(kinds))]
     check(Inside(*kinds), (X,), kept, chunks=3, checkpoint="except_last").close()
@@ -257,7 +261,7 @@ def test_a_loss_that_is_derived_by_the_models_input_is_refused_with_its_line() -
 
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("hooked", mostly_slow([False, True], (True).__eq__))
 def test_a_derivative_of_the_pipe(mode: str, hooked: bool) -> None:
     """The third one, of a call of what takes one inside; also with hooks on parameters."""
     model = Inside(ByAutograd).double()

@@ -5,7 +5,7 @@ import functools
 import math
 import sys
 from functools import partial
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -247,7 +247,6 @@ FUNCTIONS = {
     Regions: {"detection_loss": ()},
     OfUnknownSize: {"pruned_loss": ()},
 }
-ALWAYS = (ByProperty, ByGlobal, ByPartial, Decorated, Tied)
 
 
 def batch(samples=4):
@@ -290,8 +289,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way in ("uncut", "cut")))
-@pytest.mark.parametrize("kind", mostly_slow(FUNCTIONS, lambda kind: kind in ALWAYS))
+QUICK = [(ByPartial, "cut"), (Decorated, "uncut"), (ByProperty, "code"), (Tied, "cut")]
+
+
+@pytest.mark.parametrize(("kind", "way"), mostly_slow(product(FUNCTIONS, WAYS), QUICK.__contains__))
 def test_steps_are_those_of_the_model(kind, way):
     model, pipe = made(kind, **WAYS[way])
     for samples in (4, 6):
@@ -329,6 +330,7 @@ class Replaceable(Detector):
         return {"loss": self.criterion(logits, boxes, labels, self.config)}
 
 
+@pytest.mark.slow
 def test_another_function_or_object_in_its_place_is_heeded():
     model, pipe = made(Replaceable)
     steps(model, pipe)
@@ -404,8 +406,8 @@ class WritesInMethod(Writes):
     ("kind", "expected"),
     [
         (Writes, {""}),
-        (Closes, {""}),
-        (HoldsModule, {""}),
+        pytest.param(Closes, {""}, marks=pytest.mark.slow),
+        pytest.param(HoldsModule, {""}, marks=pytest.mark.slow),
         (WritesInMethod, {"computed"}),
     ],
 )
@@ -455,7 +457,7 @@ class Patches(nn.Module):
         return self.head(torch.tanh(self.body(torch.tanh(self.features(images, sizes)))))
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("chunks", mostly_slow([1, 2, 3], (2).__eq__))
 def test_a_method_that_calls_it_for_each_sample_is_kept_in_its_place(chunks):
     torch.manual_seed(0)
     model, images = Patches().double(), torch.randn(6, 6, WIDTH).double()

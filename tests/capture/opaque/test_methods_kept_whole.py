@@ -118,7 +118,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way == "1f1b"))
-@pytest.mark.parametrize("kind", [Reader, Inside])
+@pytest.mark.parametrize("kind", mostly_slow([Reader, Inside], [Inside].__contains__))
 def test_steps_are_those_of_the_model(kind, way):
     """Also with another number of samples and of patches, with calls between the steps."""
     model, pipe = made(kind, **WAYS[way])
@@ -150,7 +150,7 @@ def test_the_code_calls_the_methods():
     assert re.search(r"(found|features), \w+_vjp = self\.model\.features\.vjp\(\([\d, ]+\)\)\(", text)
 
 
-@pytest.mark.parametrize("kind", [Reader, Inside])
+@pytest.mark.parametrize("kind", mostly_slow([Reader, Inside], [Reader].__contains__))
 def test_a_saved_package_calls_the_methods(kind, tmp_path):
     model, pipe = made(kind)
     given = batch(GRIDS)
@@ -196,7 +196,7 @@ class Shares(Reader):
         return {"found": found.split(grid.prod(-1).tolist())}
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("checkpoint", mostly_slow(["never", "always"], "always".__eq__))
 def test_tensors_of_forward_and_buffers_are_used_in_a_method(checkpoint):
     model, pipe = made(Shares, checkpoint=checkpoint)
     for grids, seen in ((GRIDS, 6), (GRIDS[::-1], 30)):  # twice for each micro-batch, and 1 more
@@ -247,13 +247,16 @@ class Looks(Reader):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [
-        (Sets, {""}),
-        (ReturnsNumbers, {"features", "positions"}),
-        (UsesAll, {""}),
-        (Walks, {""}),
-        (Looks, {"embedded", "positions"}),
-    ],
+    mostly_slow(
+        [
+            (Sets, {""}),
+            (ReturnsNumbers, {"features", "positions"}),
+            (UsesAll, {""}),
+            (Walks, {""}),
+            (Looks, {"embedded", "positions"}),
+        ],
+        lambda row: row[0] in (Sets, Looks),
+    ),
 )
 def test_what_cannot_be_a_method_is_kept_in_what_is_around_it(kind, expected):
     model, pipe = made(kind)
@@ -301,8 +304,8 @@ def cropped(grids):
     return ids, patches, grid
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, lambda way: way in ("gpipe", "code", "uncut")))
-@pytest.mark.parametrize("order", [(ALIKE, MIXED, MIXED[::-1]), (MIXED, ALIKE)])
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "gpipe".__eq__))
+@pytest.mark.parametrize("order", [pytest.param((ALIKE, MIXED, MIXED[::-1]), marks=pytest.mark.slow), (MIXED, ALIKE)])
 def test_only_a_run_tells_how_long_the_items_of_a_list_are(order, way):
     model, pipe = made(Cropped, **WAYS[way])
     for grids in order:
@@ -328,7 +331,7 @@ def test_items_that_depend_on_other_samples_are_told():
         pipe(*cropped(MIXED))
 
 
-@pytest.mark.parametrize("kind", [Mean, Counts])
+@pytest.mark.parametrize("kind", mostly_slow([Mean, Counts], [Counts].__contains__))
 def test_forward_looks_into_lists_if_no_call_is_cut(kind):
     model, pipe = made(kind, chunks=1)
     given = cropped(MIXED)
@@ -449,6 +452,7 @@ def test_methods_with_decorators_and_random_numbers():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_warnings_name_methods_once():
     model, pipe = made(Reader)
     with warnings.catch_warnings(record=True) as caught:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.capture.opaque.mixing_in_runs import Contents, in_another_order, mixing
 from fxpipe.errors import MixedSamplesWarning
+from tests.helpers.marks import mostly_slow
 
 
 def _experts(h: Tensor, room: int) -> Tensor:
@@ -81,8 +82,8 @@ def _warned(model: nn.Module, rows: int, chunks: int) -> list[str]:
     return [str(one.message) for one in caught if one.category is MixedSamplesWarning]
 
 
-@pytest.mark.parametrize(("rows", "chunks"), [(4, 2), (5, 4)])
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(("rows", "chunks"), mostly_slow([(4, 2), (5, 4)], (5, 4).__eq__))
+@pytest.mark.parametrize("name", mostly_slow(MIXES, [*MIXES][::2].__contains__))
 def test_mixing_inside_of_what_is_kept_whole_is_said(name: str, rows: int, chunks: int) -> None:
     torch.manual_seed(0)
     (text,) = _warned(nn.Sequential(nn.Linear(8, 8), Whole(MIXES[name])), rows, chunks)
@@ -96,7 +97,7 @@ def test_a_buffer_in_it_changes_nothing() -> None:
     assert "what 1, kept whole, returns for a sample depends on other samples" in text
 
 
-@pytest.mark.parametrize("name", KEEPS)
+@pytest.mark.parametrize("name", mostly_slow(KEEPS, [*KEEPS][::2].__contains__))
 def test_samples_that_do_not_meet_are_not_warned_about(name: str) -> None:
     torch.manual_seed(0)
     assert not _warned(nn.Sequential(nn.Linear(8, 8), Whole(KEEPS[name])), 7, 2)
@@ -174,7 +175,7 @@ class Positions(nn.Module):
         return self.out(h)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("use", ["turned", "table", "masked"])
+@pytest.mark.parametrize("use", mostly_slow(["turned", "table", "masked"], "table".__eq__))
 @pytest.mark.parametrize("mixes", [True, False])
 def test_whole_numbers_that_count_through_the_batch_are_said_to_mix(use: str, mixes: bool) -> None:
     model = Positions(use, _ordinals, _in_each) if mixes else Positions(use, _in_each, _ordinals)
@@ -231,6 +232,7 @@ def test_rows_of_samples_are_compared_in_either_order(
     assert not mixing(same[0], Contents([laid(two, 1.0)], [laid(two, 1.0)]), rows, order)  # it was given other values
 
 
+@pytest.mark.slow
 @given(first=st.integers(0, 10), second=st.integers(0, 10))
 def test_sizes_that_are_not_of_the_batch_show_nothing(first: int, second: int) -> None:
     one, two = (Contents([torch.ones(3)], [torch.randn(size)]) for size in (first, second))

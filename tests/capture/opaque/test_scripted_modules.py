@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import PackageError, PlanError
+from tests.helpers.marks import mostly_slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is kept whole"),
@@ -108,7 +109,13 @@ def check(made: str, chunks: int, how: str, rows: int = 7, **options: Any) -> No
             torch.testing.assert_close(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize(("made", "how"), [("script", "call"), ("trace", "call"), *((made, "step") for made in MADE)])
+WAYS = mostly_slow(
+    [("script", "call"), ("trace", "call"), *((made, "step") for made in MADE)],
+    lambda way: way[1] == "call" or way[0] in ("script", "trace", "inside", "method"),
+)
+
+
+@pytest.mark.parametrize(("made", "how"), WAYS)
 def test_results_and_gradients_are_those_of_the_model(made: str, how: str) -> None:
     check(made, 3, how)
 

@@ -211,9 +211,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = [("2", checked), ("2", marked), ("2", counted), ("2", written_before), ("code", longest)]
+
+
 @pytest.mark.parametrize(
     ("way", "look"),
-    mostly_slow(product(WAYS, LOOKS), lambda case: case[0] == "2" or case[1] is longest),
+    mostly_slow(product(WAYS, LOOKS), QUICK.__contains__),
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_values_of_inputs_are_known(way: str, look: Callable[..., Tensor]) -> None:
@@ -250,11 +253,14 @@ def test_the_models_exception_is_raised_with_the_real_values() -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
+ASSERTING = (asserting.about_labels, asserting.about_the_batch, asserting.by_a_check, asserting.behind_a_write)
+QUICK_ASSERTING = [(asserting.about_labels, 3), (asserting.by_a_check, 1), (asserting.behind_a_write, 3)]
+
+
 @pytest.mark.parametrize(
-    "look",
-    [asserting.about_labels, asserting.about_the_batch, asserting.by_a_check, asserting.behind_a_write],
-    ids=lambda look: look.__name__,
+    ("look", "chunks"),
+    mostly_slow(product(ASSERTING, [1, 3]), QUICK_ASSERTING.__contains__),
+    ids=lambda part: getattr(part, "__name__", part),
 )
 def test_assertions_about_inputs_are_checked(look: Callable[..., Tensor], chunks: int) -> None:
     """Before and after a call in which they hold."""
@@ -301,6 +307,7 @@ def test_a_written_value_is_read_anew_in_each_call() -> None:
     pipe.close()
 
 
+@pytest.mark.slow
 def test_values_that_are_others_in_each_batch_are_read_sixteen_times() -> None:
     """From then on what reads them is kept whole."""
 

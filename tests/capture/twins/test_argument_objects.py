@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import CaptureError, PackageError
+from tests.helpers.marks import mostly_slow
 
 
 class Part:
@@ -73,7 +74,7 @@ def equal(got: Any, wanted: Any) -> None:
         assert got == wanted
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", mostly_slow([1, 2], (2).__eq__))
 @pytest.mark.parametrize("grad", [False, True])
 def test_changes_of_arguments_in_calls(chunks: int, grad: bool) -> None:
     """Objects that are empty at first, and filled later; their gradients reach the model."""

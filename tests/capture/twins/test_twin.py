@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -326,8 +327,12 @@ def parametrized(model: Any) -> None:
 CHANGES = [freeze, assign, set_attribute, hook, other_tensor, no_tensor, parametrized]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("made", [ByList, ByObject, Slotted], ids=lambda made: made.__name__)
+CASES = list(product([ByList, ByObject, Slotted], CHANGES))  # each third has each change once, of kinds in turn
+
+
+@pytest.mark.parametrize(
+    ("made", "change"), mostly_slow(CASES, CASES[::3].__contains__), ids=lambda part: part.__name__
+)
 def test_changes_are_noticed(made: Callable[[], nn.Module], change: Callable[[Any], None]) -> None:
     torch.manual_seed(0)
     model = made()
@@ -473,7 +478,7 @@ WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("of_pipe", [False, True], ids=["model", "pipe"])
+@pytest.mark.parametrize("of_pipe", mostly_slow([False, True], (True).__eq__), ids=["model", "pipe"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_of_the_parameters(way: str, of_pipe: bool) -> None:
     torch.manual_seed(0)
@@ -588,7 +593,7 @@ def other_pipe(model: nn.Module) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     "other",
-    mostly_slow([state, evaluation, copies, average, other_pipe], lambda other: other in (state, other_pipe)),
+    mostly_slow([state, evaluation, copies, average, other_pipe], [state].__contains__),
     ids=lambda other: other.__name__,
 )
 def test_another_thread_uses_the_model_during_captures(other: Callable[[nn.Module], Callable[[], None]]) -> None:

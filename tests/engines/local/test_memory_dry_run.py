@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.pipe.results.compare_timelines import with_memory
+from tests.helpers.marks import mostly_slow
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
@@ -82,9 +83,13 @@ CASES = [
     for j, schedule in enumerate(SCHEDULES)
 ]
 CASES += [(chain, "interleaved", checkpoint) for checkpoint in CHECKPOINTS]  # four stages
+QUICK = [
+    (images, "1f1b", "always"), (images, "zb-h1", "never"), (skips, "gpipe", "never"), (skips, "1f1b", "except_last"),
+    (chain, "zb-h1", "always"), (chain, "interleaved", "except_last"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "schedule", "checkpoint"), CASES)
+@pytest.mark.parametrize(("make", "schedule", "checkpoint"), mostly_slow(CASES, QUICK.__contains__))
 def test_the_memory_is_that_of_the_step_to_the_byte(make: Callable[[], Made], schedule: str, checkpoint: str) -> None:
     made = make()
     pipe = step(made, schedule, checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from threading import current_thread
 from typing import Any
 
@@ -21,6 +22,7 @@ from fxpipe.ir.units import show_seconds
 from fxpipe.pipe.build.build_report import cost_table
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.runtime.random import new_seed, replica_seed
+from tests.helpers.marks import mostly_slow
 from tests.helpers.transparency import Seeded
 
 X = torch.linspace(-2, 3, 42, dtype=torch.float64).sin().view(7, 6)
@@ -115,8 +117,13 @@ def times(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "checkpoint"),
+    mostly_slow(
+        product([(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)], ["never", "always"]),
+        [((1, 2), "always"), ((2, 1), "never"), ((2, 2), "always"), ((2, 3), "never")].__contains__,
+    ),
+)
 def test_statistics_random_numbers_and_buffers_are_those_of_slices(
     compile: Compile, replicas: tuple[int, ...], checkpoint: str
 ) -> None:
@@ -242,7 +249,7 @@ class Fails(nn.Module):
         return refuse(self.b(refuse(self.a(x))))
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("way", mostly_slow(["forward", "backward"], "backward".__eq__))
 @pytest.mark.parametrize(("thread", "stage"), [("fxpipe cpu:1", 0), ("MainThread", 1), ("fxpipe cpu:3", 1)])
 def test_a_fault_in_a_replica_leaves_no_gradient(
     compile: Compile, way: str, thread: str, stage: int, monkeypatch: pytest.MonkeyPatch

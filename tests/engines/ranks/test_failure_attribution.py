@@ -31,9 +31,9 @@ def blamed(seen: dict[int, tuple[int, str]]) -> set[tuple[int, str]]:
 @pytest.mark.parametrize(
     "seen",
     [
-        {3: (2, LATE)},
+        pytest.param({3: (2, LATE)}, marks=pytest.mark.slow),
         {0: (1, LATE), 1: (2, LATE), 3: (2, LATE), 4: (3, LATE)},
-        {0: (2, LATE), 1: (0, GONE)},  # rank 0 has closed its connections
+        pytest.param({0: (2, LATE), 1: (0, GONE)}, marks=pytest.mark.slow),  # rank 0 has closed its connections
     ],
 )
 def test_the_last_of_those_who_wait_for_each_other(seen: dict[int, tuple[int, str]]) -> None:

@@ -16,6 +16,7 @@ from fxpipe.engines.rehearsal.action_profiler import rehearse, stand_ins, wake
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
+from tests.helpers.marks import mostly_slow
 from tests.helpers.slow_module import Slow
 
 
@@ -50,9 +51,14 @@ def compiled(pipes: list[fxpipe.Pipe], model: nn.Module, **options: Any) -> fxpi
     return pipes[-1]
 
 
-@pytest.mark.parametrize(  # each pair of settings occurs
+CASES = [  # each pair of settings occurs
+    (name, mode, (i + j) % 2 == 1) for i, name in enumerate(SCHEDULES) for j, mode in enumerate(("never", "always"))
+]
+
+
+@pytest.mark.parametrize(
     ("schedule", "checkpoint", "deferred"),
-    [(name, mode, (i + j) % 2 == 1) for i, name in enumerate(SCHEDULES) for j, mode in enumerate(("never", "always"))],
+    mostly_slow(CASES, CASES[::3].__contains__),
 )
 def test_the_model_does_not_notice(pipes: list[fxpipe.Pipe], schedule: str, checkpoint: str, deferred: bool) -> None:
     torch.manual_seed(0)

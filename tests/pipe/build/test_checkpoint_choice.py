@@ -31,7 +31,9 @@ def stepped(model: nn.Module, stages: int, schedule: str, **options: Any) -> tup
         return pipe.timeline.high_water, [stage.checkpoint for stage in pipe.plan.stages], again
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(
+    "schedule", mostly_slow(["gpipe", "1f1b", "interleaved", "zb-h1"], ("1f1b", "zb-h1").__contains__)
+)
 @pytest.mark.parametrize("stages", mostly_slow([2, 4], (2).__eq__))
 def test_no_recomputation_that_saves_nothing(stages: int, schedule: str) -> None:
     plain = net()

@@ -17,6 +17,7 @@ from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.build.build import draft, predict
 from fxpipe.pipe.results.compare_timelines import Timed, diagnosed
 from fxpipe.pipe.results.replanned import Replanned
+from tests.helpers.marks import mostly_slow
 
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
 
@@ -50,11 +51,14 @@ def replanned(pipe: fxpipe.Pipe, profile: Profile, sharding: str = "none") -> Re
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"devices": 2, "schedule": "1f1b", "checkpoint": "never"},
-        {"devices": 2, "schedule": "interleaved", "checkpoint": {1}},
-        {"devices": 3, "schedule": "zb-h1", "replicas": (2, 1)},
-    ],
+    mostly_slow(
+        [
+            {"devices": 2, "schedule": "1f1b", "checkpoint": "never"},
+            {"devices": 2, "schedule": "interleaved", "checkpoint": {1}},
+            {"devices": 3, "schedule": "zb-h1", "replicas": (2, 1)},
+        ],
+        lambda options: "replicas" in options,
+    ),
     ids=lambda options: options["schedule"],
 )
 def test_all_ops_of_a_stage_are_slower(options: dict[str, Any]) -> None:

@@ -84,6 +84,7 @@ def page_of(pipe: fxpipe.Pipe, folder: Path) -> Page:
     return page
 
 
+@pytest.mark.slow
 def test_a_model_with_skips(tmp_path: Path) -> None:
     pipe = fxpipe.compile(UNet(8), devices=4, chunks=4, schedule="1f1b")
     pipe.step(IMAGES, target=IMAGES, loss_fn=mse)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import InputError, PackageError
 from fxpipe.pipe.saved.loss_fingerprint import rows
+from tests.helpers.marks import mostly_slow
 
 X, Y = torch.randn(4, 3, 6), torch.randn(4, 6)
 
@@ -175,7 +176,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {  # the same e
 }
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", mostly_slow(LOSSES, [*LOSSES][::2].__contains__))
 def test_only_its_own_loss(tmp_path: Path, kind: str) -> None:
     same, other = LOSSES[kind]
     model = Model()

@@ -33,11 +33,11 @@ def steps(name: str, schedule: str, checkpoint: str, replicas: tuple[int, ...] |
 
 QUICK: dict[str, Row] = {  # by default over gloo, and on the test device
     "skips, zb-v": steps("skip ladder", "zb-v", "except_last"),
-    "a mesh with FSDP2": (meshes.schedules_are_the_model, ("dp pp", "fsdp", ["1f1b", "zb-h1"], MODE), ALL),
     "replicas": steps("tied transformer", "1f1b", "except_last", (2, 1), 3),
     "Ctrl-C": (rendezvous.interrupt, (MODE,), (0, 1, 2)),
 }
 ROWS: dict[str, Row] = {
+    "a mesh with FSDP2": (meshes.schedules_are_the_model, ("dp pp", "fsdp", ["1f1b", "zb-h1"], MODE), ALL),
     **{f"skips, {name}": steps("skip ladder", name, "except_last") for name in SCHEDULES},
     **{f"tied weights, {name}": steps("tied transformer", name, "never") for name in SCHEDULES},
     "statistics, 1f1b": steps("batch norm", "1f1b", "always"),

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.helpers.marks import mostly_slow
 from tests.whole.ranks import cases
 from tests.whole.ranks.pool import Pool, RankFailed
 
@@ -15,11 +16,12 @@ ALL = (0, 1, 2, 3)
 SOON = 60  # seconds, on a machine that is busy
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "zb-h1"], "zb-h1".__eq__))
 def test_an_error_in_any_action(pool: Pool, schedule: str) -> None:
     pool.run(cases.fail_everywhere, schedule)
 
 
+@pytest.mark.slow
 def test_ranks_that_differ(pool: Pool) -> None:
     pool.run(cases.differ)
 
@@ -34,7 +36,7 @@ def test_an_error_in_any_action_of_replicas(pool: Pool) -> None:
     [
         ("kill", "1F2", None, ()),
         pytest.param("stop", "1F2", None, (), marks=pytest.mark.slow),
-        ("kill", "0B1", (2, 1), (0, 1, 2)),
+        pytest.param("kill", "0B1", (2, 1), (0, 1, 2), marks=pytest.mark.slow),
         pytest.param("kill", "0B1", (2, 1), (), marks=pytest.mark.slow),
         pytest.param("kill", "1F2", None, (0, 1, 2), marks=pytest.mark.long),
         pytest.param("stop", "1F2", None, (0, 1, 2), marks=pytest.mark.slow),

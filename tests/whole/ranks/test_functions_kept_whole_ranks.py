@@ -22,6 +22,6 @@ REFUSED = ("Tied", "Two")  # of the whole batch: with the weights of a layer, or
 ROWS = [(kind, way) for kind in KINDS for way in WAYS if way != WHOLE or kind not in REFUSED]
 
 
-@pytest.mark.parametrize(("kind", "way"), mostly_slow(ROWS, lambda row: row[0] in KINDS[:2]))
+@pytest.mark.parametrize(("kind", "way"), mostly_slow(ROWS, [("ByProperty", WHOLE), ("Tied", "replicas")].__contains__))
 def test_steps_are_those_of_the_model(pool: Pool, kind: str, way: str) -> None:
     pool.run(functions_kept_whole.as_the_model, kind, WAYS[way], ranks=(0, 1))

@@ -17,11 +17,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "code".__eq__))
 @pytest.mark.parametrize("name", mostly_slow(["short_cut", "longest", "either"], "short_cut".__eq__))
 def test_steps_are_those_of_the_model(pool: Pool, name: str, way: str) -> None:
     pool.run(input_values.as_the_model, name, WAYS[way], ranks=(0, 1))
 
 
+@pytest.mark.slow
 def test_the_models_exception(pool: Pool) -> None:
     pool.run(input_values.models_exception, ranks=(0, 1))

@@ -87,6 +87,7 @@ def test_layers_without_bias(pool: Pool) -> None:
     pool.run(meshes.without_bias)
 
 
+@pytest.mark.slow
 def test_reductions_of_parts(pool: Pool) -> None:
     pool.run(meshes.reductions)
 

@@ -63,5 +63,6 @@ def test_a_model_that_fits_on_no_rank(pool: Pool) -> None:
     assert pool.run(parts.stays_within, 1024, 20, ranks=ALL) == [pytest.approx(1, rel=0.1)] * len(ALL)
 
 
+@pytest.mark.slow
 def test_a_loop_with_all_that_users_do(pool: Pool) -> None:
     pool.run(parts.looped, ranks=ALL)

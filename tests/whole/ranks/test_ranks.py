@@ -16,11 +16,13 @@ def test_training(pool: Pool) -> None:
     pool.run(cases.train)
 
 
+@pytest.mark.slow
 def test_meshes_and_plans(pool: Pool) -> None:
     """The group may be a mesh; the plan may be made before; a later kind of call may need fewer stages."""
     pool.run(cases.mesh)
 
 
+@pytest.mark.slow
 def test_a_forked_child(pool: Pool) -> None:
     """It may not use the connections of the rank that it came from."""
     pool.run(cases.fork)
@@ -41,10 +43,12 @@ def test_calls_that_only_some_ranks_make(pool: Pool, tmp_path: Path) -> None:
     pool.run(cases.call_apart, tmp_path / "saved", ranks=(0, 1, 2))
 
 
+@pytest.mark.slow
 def test_a_target_on_the_last_rank_alone(pool: Pool) -> None:
     pool.run(cases.target_on_the_last, ranks=(0, 1))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_given_different_batches(pool: Pool) -> None:
     pool.run(cases.different_batches, ranks=(0, 1, 2))
 

@@ -26,6 +26,7 @@ def test_steps_are_the_models(pool: Pool) -> None:
     assert all(pool.run(replica_groups.is_the_model, "numbers", (1, 3), "zb-h1", "except_last"))
 
 
+@pytest.mark.slow
 def test_the_same_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
     """A weight that two stages share, random numbers, statistics, a batch that leaves a replica without work."""
     pool.run(replica_groups.is_as_in_one_process, tmp_path / "saved", (1, 2), "1f1b", False, ranks=(0, 1, 2))
@@ -40,6 +41,7 @@ def test_the_optimizers_state_is_sharded(pool: Pool, tmp_path: Path, mode: str) 
     assert [shares[0] + shares[1], shares[2] + shares[3]] == pytest.approx([1, 1])
 
 
+@pytest.mark.slow
 def test_python_numbers(pool: Pool) -> None:
     pool.run(replica_groups.numbers_are_the_models, (1, 1), ranks=(0, 1))
     pool.run(replica_groups.numbers_are_the_models, (1, 2, 1))

@@ -17,11 +17,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "replicas".__eq__))
 @pytest.mark.parametrize("name", mostly_slow(["labels", "put_back", "experts", "sequences"], "labels".__eq__))
 def test_steps_are_those_of_the_model(pool: Pool, name: str, way: str) -> None:
     pool.run(selected_rows.as_the_model, name, WAYS[way], ranks=(0, 1))
 
 
+@pytest.mark.slow
 def test_what_is_returned(pool: Pool) -> None:
     pool.run(selected_rows.what_is_returned, ranks=(0, 1))

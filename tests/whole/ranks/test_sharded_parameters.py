@@ -28,14 +28,17 @@ def test_around_steps(pool: Pool, tmp_path: Path) -> None:
     pool.run(sharded_parameters.around_steps, tmp_path / "saved", (2, 2), (3, 1))
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_step_on_all_ranks(pool: Pool) -> None:
     pool.run(sharded_parameters.fails_and_goes_on, (2, 2), FAILING)
 
 
+@pytest.mark.slow
 def test_what_is_refused(pool: Pool) -> None:
     pool.run(sharded_parameters.refused, (1, 2), ranks=(0, 1, 2))
 
 
+@pytest.mark.slow
 def test_a_plan_in_a_file_and_a_model_on_the_meta_device(pool: Pool, tmp_path: Path) -> None:
     pool.run(sharded_parameters.of_a_file, tmp_path, (1, 2), ranks=(0, 1, 2))
 

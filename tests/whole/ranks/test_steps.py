@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.marks import mostly_slow
 from tests.whole.ranks import cases
 from tests.whole.ranks.pool import Pool
 
@@ -12,7 +13,10 @@ PAIRS = ((0, 1), (2, 3))
 CHUNKS = 4  # of 7 samples: 2, 2, 2, 1; of 2 samples: 1, 1
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("tied weight", "1f1b"), ("dropout", "zb-v")])
+PIPES = mostly_slow([("tied weight", "1f1b"), ("dropout", "zb-v")], ("tied weight", "1f1b").__eq__)
+
+
+@pytest.mark.parametrize(("name", "schedule"), PIPES)
 def test_pipe(pool: Pool, name: str, schedule: str) -> None:
     """Over 2 ranks where every rank has the whole batch, over 4 where each passes what it uses."""
     for pair in PAIRS:
@@ -31,6 +35,6 @@ def test_pipe_with_backward_as_code(pool: Pool, name: str, schedule: str, checkp
     pool.run(cases.pipe_is_the_model, name, schedule, checkpoint, CHUNKS, "used", "code", ranks=(0, 1))
 
 
-@pytest.mark.parametrize("small", [2**18, 100, 0])
+@pytest.mark.parametrize("small", mostly_slow([2**18, 100, 0], (100).__eq__))
 def test_pipe_whose_ranks_share_little_memory(pool: Pool, small: int) -> None:
     pool.run(cases.crowded_pipe_is_the_model, "skip ladder", "interleaved", small, ranks=ALL)

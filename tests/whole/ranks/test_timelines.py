@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.whole.ranks import timelines
 from tests.whole.ranks.pool import Pool
 
@@ -10,9 +12,11 @@ def test_one_timeline(pool: Pool) -> None:
     pool.run(timelines.spread, "zb-h1")
 
 
+@pytest.mark.slow
 def test_clocks_that_began_at_other_times(pool: Pool) -> None:
     pool.run(timelines.far_apart)
 
 
+@pytest.mark.slow
 def test_a_profile(pool: Pool) -> None:
     pool.run(timelines.profiled)

@@ -390,7 +390,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with how many laye
     "again": (Again, 1),
     "of two sizes": (Dense, 1),
 }
-QUICK = ("in place", "layers", "again", "checkpointed", "several values")
+QUICK = ("in place", "layers", "several values")
 
 
 @pytest.mark.parametrize("name", mostly_slow(MODELS, QUICK.__contains__))

@@ -13,16 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.capture import CallCapture
-from tests.helpers.marks import mostly_slow
+from tests.helpers.marks import mostly_slow, slow_in_turn
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import build, inputs
 
 from .test_layers import Counted, Counting, Layer, Net, Numbered, X, doubled, said
 
-QUICK = ("tied transformer", "transformer with dropout", "batch norm", "unet", "counter")
+QUICK = ("tied transformer", "batch norm", "counter")
+SLOW = ("transformer with dropout", "unet")
+IN_TURN = [name for name in MODELS if name not in QUICK + SLOW]
 
 
-@pytest.mark.parametrize("name", mostly_slow(MODELS, QUICK.__contains__, every=3))
+@pytest.mark.parametrize("name", [*mostly_slow(QUICK + SLOW, QUICK.__contains__), *slow_in_turn(IN_TURN, 3)])
 def test_models_of_the_table(name: str) -> None:
     case, found = MODELS[name], []
     for by_layers in (True, False):
@@ -90,7 +92,7 @@ def stack(seed: int) -> tuple[nn.Module, list[str]]:
     return model, changed
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(90), lambda seed: seed < 8, every=4))
+@pytest.mark.parametrize("seed", [*mostly_slow(range(8), (1, 2, 3).__contains__), *slow_in_turn(range(8, 90), 4)])
 def test_random_stacks(seed: int) -> None:
     model, changed = stack(seed)
     counted, other = Counted(copy.deepcopy(model)), CallCapture(copy.deepcopy(model))

@@ -88,6 +88,7 @@ def test_compiled_steps_with_backward_as_code_are_the_models(name: str, schedule
     check_steps(name, schedule, "aot_eager", checkpoint=checkpoint, backward="code")
 
 
+@pytest.mark.slow
 def test_compiled_steps_with_replicas_are_the_models() -> None:
     check_steps("own function", "1f1b", "eager", devices=3, replicas=(2, 1))
 
@@ -173,7 +174,7 @@ def mean(y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("schedule", "backward"),
     [
-        ("gpipe", "autograd"),
+        pytest.param("gpipe", "autograd", marks=pytest.mark.slow),
         pytest.param("1f1b", "autograd", marks=pytest.mark.slow),
         ("zb-h1", "autograd"),
         ("zb-h1", "code"),

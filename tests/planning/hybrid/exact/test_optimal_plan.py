@@ -304,7 +304,7 @@ def test_recomputes_only_where_it_must():
         ask(chain, cluster, 4, micro_batches=4, recompute=False)
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(25), range(10).__contains__))
+@pytest.mark.parametrize("seed", mostly_slow(range(25), range(5).__contains__))
 def test_larger_plans_are_legal_and_no_worse_than_simple_ones(seed):
     """More than brute force can check: few seconds are given, and what comes out must be sound all the same."""
     rng = random.Random(seed)

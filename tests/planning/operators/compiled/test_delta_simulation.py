@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.helpers.marks import mostly_slow
+
 pytest.importorskip("numba")
 
 from random import Random
@@ -73,7 +75,7 @@ def test_all_times_of_all_tasks_after_each_proposal(name, devices):
 @pytest.mark.parametrize(
     "devices", [pytest.param(4, marks=pytest.mark.long), 8, pytest.param(16, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, ("alexnet", "rnnlm", "rnntc").__contains__))
 def test_published_graphs(name, devices):
     """All in all more than 10,000 proposals, most of them where they are cheap."""
     graph = MODELS[name]()
