@@ -192,7 +192,7 @@ class Opaque:
     def depends(self) -> frozenset[int]:
         """The tensors that it reads and is given, by place, on which its results depended in all runs so far."""
         runs = [promise.depends for promise in self.promises if promise.wants]
-        return frozenset(place for place, depends in enumerate(zip(*runs, strict=True)) if all(depends))
+        return frozenset(place for place, depends in enumerate(zip(*runs, strict=False)) if all(depends))
 
     @property
     def derives(self) -> bool:

@@ -145,7 +145,7 @@ class Sizes:
             expression = value.node.expr
             if not expression.is_number:
                 if expression not in self._texts:
-                    self._texts[expression] = self._text(expression.xreplace(self._named))
+                    self._texts[expression] = self._text(in_whole_numbers(expression).xreplace(self._named))
                 return self._texts[expression]
             value = int(expression)
         return self._recognised(int(value))
@@ -198,6 +198,22 @@ class Sizes:
             valid = (zip(symbols, map(sympy.Integer, one.values()), strict=True) for one in tried if self._meets(one))
             self._held[condition] = all(condition.xreplace(dict(pairs)) == sympy.true for pairs in valid)
         return self._held[condition]
+
+
+def in_whole_numbers(size: Any) -> Any:
+    """A size without the detour by floats that `arange(n, -n, -1.0)` makes: ceil((-n - n) / -1.0) is 2*n."""
+    if "Float" not in str(size):
+        return size
+    whole = {number: sympy.Integer(int(number)) for number in size.atoms(sympy.Float) if number % 1 == 0}
+    changes = {
+        "ToFloat": lambda call: call.args[0],
+        "FloatTrueDiv": lambda call: call.args[0] * call.args[1] if abs(call.args[1]) == 1 else call,
+        "CeilToInt": lambda call: call.args[0] if call.args[0].is_integer else call,
+    }
+    size = size.xreplace(whole)
+    for name, change in changes.items():
+        size = size.replace(lambda call, name=name: call.func.__name__ == name, change)
+    return size
 
 
 def size_tree(text: str) -> ast.expr:
