@@ -34,6 +34,7 @@ SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 class Sizes:
     """The sizes of a program, by `names`, and those that data decides in a stage, `decided`: each with its bound.
+    `computed`: numbers that are computed from them.
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
@@ -56,9 +57,10 @@ class Sizes:
         small: bool = False,
         conditions: Sequence[str] = (),
         decided: Mapping[str, str] = MappingProxyType({}),
+        computed: Mapping[str, Dim] = MappingProxyType({}),
     ) -> None:
         self.symbolic, self.known, self.least = symbolic, conditions, 2 if small else LEAST
-        self.decided = decided
+        self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
         self._held: dict[sympy.Expr, bool] = {}
@@ -80,6 +82,7 @@ class Sizes:
         if symbolic:
             self.values = {name: self._symbol(name, prime) for name, prime in self.primes.items()}
         self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
+        self.values |= {name: dim_size(size, self.values) for name, size in computed.items()}
 
     def _choose(self, names: Sequence[str], free: list[int]) -> tuple[dict[str, int], dict[str, str]]:
         """Choose primes among those that are free, and take them out. Returns them, and the names of the sizes that
@@ -163,7 +166,8 @@ class Sizes:
     @property
     def key(self) -> Any:
         """Equal for sizes that are chosen alike."""
-        return self.symbolic, *self.primes.items(), *self.equal.items(), *self.fixed.items(), *self.decided.values()
+        chosen = (self.primes, self.equal, self.fixed, self.decided, self.computed)
+        return self.symbolic, *(pair for pairs in chosen for pair in pairs.items())
 
     @property
     def untouched(self) -> bool:

@@ -172,11 +172,12 @@ class _OpRecorder(Recorder):  # type: ignore[no-untyped-call]
 class KnownTraces:
     """The traces of ops that the stages of a program share, by their sizes and device, within the regions `around` all
     ops: autocast where the step is called. What torch finds out about sizes in one stage, and what does not hold for
-    all, is not known in another."""
+    all, is not known in another. `numbers`: those that stages give each other, as sizes."""
 
     def __init__(self, around: tuple[Region, ...]) -> None:
         self.around = around
         self.traces: dict[Any, OpTraces] = {}
+        self.numbers: dict[str, Dim] = {}
 
     def taken(self, sizes: Sizes, device: torch.device) -> OpTraces:
         """Those for such sizes, if any: only `keep` makes them known again."""

@@ -25,7 +25,7 @@ from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
-from fxpipe.ir.graph.value_types import ScalarType, TensorType
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_names
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
@@ -77,17 +77,21 @@ def trace(program: Program, stage: Stage, arriving: Sequence[str], orders: Order
 
 def layouts(program: Program, known: KnownTraces) -> Orders:
     """For each value that a stage gives, and that is not contiguous, its dimensions from the largest stride to the
-    smallest. Values of stages that cannot be traced count as contiguous."""
+    smallest. Values of stages that cannot be traced count as contiguous. Adds the numbers that stages give to those
+    that are `known`."""
     orders: Orders = {}
+    sizes = {size.name for size in program.graph.sizes}
     for stage in program.stages:
         if untraceable(program, stage):
             continue
         for symbolic in (True, False):  # as `trace`, which finds the ops known then
             try:
-                orders |= _traced(program, stage, (), orders, known, symbolic=symbolic)[0].orders
-                break
+                found = _traced(program, stage, (), orders, known, symbolic=symbolic)[0]
             except (Refused, Untraceable):
                 continue
+            orders |= found.orders
+            known.numbers |= {name: size for name, size in found.numbers.items() if sizes.issuperset(dim_names(size))}
+            break
     return orders
 
 
@@ -134,14 +138,18 @@ def _traced(
     numbers = numbers_in(value for op in stage.ops for value in (op.args, dict(op.kwargs)))
     shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
     named = dict.fromkeys(size.name for size in program.graph.sizes)
-    named |= dict.fromkeys(name for name in stage.takes if isinstance(program.types[name], ScalarType))
+    numbers_taken = [name for name in stage.takes if isinstance(program.types[name], ScalarType)]
+    computed = {name: known.numbers[name] for name in numbers_taken if name in known.numbers}
+    named |= dict.fromkeys(name for name in numbers_taken if name not in computed)
     own = {op.name: decided_by(op, program.types) for op in stage.ops}
     read = {op.name: [name for one in op.reads for name in decided(program.types[one])] for op in stage.ops}
     of_ops = {name: tuple(dict.fromkeys([*own[name]] or read[name])) for name in own}
     bounds = {name: text for one in own.values() for name, text in one.items()}
     for tracing in TRACINGS:
         try:
-            sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions, bounds)
+            sizes = Sizes(
+                named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions, bounds, computed
+            )
         except ValueError as error:
             raise Refused(str(error)) from None
         traces = known.taken(sizes, device_of(stage.device))

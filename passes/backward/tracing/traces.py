@@ -76,7 +76,7 @@ class Trace:
     - `wishes`: better names for recorded values.
     - `types`: the types of all recorded values.
     - `memory`: for each value the one that first had its memory, and the bytes of all that memory.
-    - `orders`: as of `layouts`, of the stage's results.
+    - `orders`: as of `layouts`, of the stage's results; `numbers`: those that it gives, as sizes.
     - `scattered`: results that are not dense in memory, such as `x[:, 0]`.
     """
 
@@ -89,6 +89,7 @@ class Trace:
     types: dict[str, ValueType] = field(default_factory=dict)
     memory: dict[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
     orders: Orders = field(default_factory=dict, compare=False)
+    numbers: dict[str, Dim] = field(default_factory=dict, compare=False)
     scattered: frozenset[str] = field(default=frozenset(), compare=False)
 
     def gradients_of(self, program: Program, stage: Stage, named: Mapping[str, str]) -> None:
@@ -103,7 +104,8 @@ class Trace:
 
 
 class Tracing(Protocol):
-    """One trace under way, made with values for what the stage takes and holds. `found`: what it has found.
+    """One trace under way, made with values for what the stage takes and holds. `found`: what it has found; `values`:
+    the value of each name of the stage.
 
     - `forward`: does what an op does.
     - `given`: the sizes and strides of the tensors that the stage gives.
@@ -111,6 +113,7 @@ class Tracing(Protocol):
     """
 
     found: Trace
+    values: dict[str, Any]
 
     def forward(self, op: Op) -> None: ...
     def given(self) -> Shapes: ...
@@ -127,10 +130,17 @@ def run_tracing(begin: Callable[[Task], Tracing], task: Task, arriving: Sequence
         given = tracing.given()
         found.orders = {name: order for name, (_, strides) in given.items() if (order := order_of(strides))}
         found.scattered = frozenset(name for name, (shape, strides) in given.items() if is_scattered(shape, strides))
+        given_numbers = {name: tracing.values[name] for name in task.stage.gives}
+        found.numbers = {name: task.sizes.text(x) for name, x in given_numbers.items() if is_number(x)}
         tracing.backward(arriving)
         found.backward = with_zeros(found.backward)
     found.types, found.memory = task.recorder.types, task.recorder.memory
     return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a size, or computed from sizes."""
+    return type(value) is int or isinstance(value, torch.SymInt)
 
 
 def order_of(strides: Iterable[Any]) -> tuple[int, ...]:
