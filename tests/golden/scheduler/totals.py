@@ -13,7 +13,7 @@ from fxpipe.runtime import Stage
 
 class Totals(Stage):
     def forward(self, target: Tensor) -> Tensor:
-        # test_step_scheduler.py:48  return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        # test_step_scheduler.py:49  return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
         flatten = target.flatten()
         counts = flatten != -100
         labels_counted = counts.sum()

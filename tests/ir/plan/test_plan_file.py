@@ -55,7 +55,7 @@ def write(folder: Path, plan: dict[str, Any]) -> Path:
 def test_a_cut_is_told_by_its_module_and_line(plan: dict[str, Any]) -> None:
     assert plan["stages"][1] == {
         "begins": "layers.2",
-        "line": "test_plan_file.py:28  x = layer(x).relu() + x",
+        "line": "test_plan_file.py:29  x = layer(x).relu() + x",
         "device": "cpu:1",
         "checkpoint": "except_last",
     }
