@@ -1,7 +1,9 @@
 """Ops that give tensors of a size that only a run tells: `x[mask]`, and the states of `ctc_loss`.
 
-chosen = x[mask]                    f32[u0<=12*b, 8]
-loss = ctc_loss(scores, chosen)     keeps loss_states for backward, f32[b, 50, loss_states<=2*(u0<=12*b)+1]
+    chosen = x[mask]                    f32[u0<=12*b, 8]
+    loss = ctc_loss(scores, chosen)     keeps f32[b, 50, loss_states<=2*(u0<=12*b)+1] for backward
+
+Each such size is a symbol, as the batch size is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The backward of an op that is kept whole: autograd's, for this op alone (`generated_gradients.py` runs it).
 
-y = opaque(tensors, args, kwargs)       forward    y, graph = opaque(tensors, args, kwargs, of)
-                                        backward   dweight, dx = gradients_of(graph, dy)
+    y = opaque(tensors, args, kwargs)       forward    y, graph = opaque(tensors, args, kwargs, of)
+                                            backward   dweight, dx = gradients_of(graph, dy)
+
+`of` has the places of the tensors whose gradients are wanted, among all leaves of the arguments.
 """
 
 from __future__ import annotations
