@@ -285,9 +285,11 @@ def _note_alike(op: Op, flow: Flow) -> None:
     if name in CONSTANTS or (not others and _keeps_alike(op, kind, flow)):
         flow.alike.add(op.name)
     elif name in CONCATENATIONS and not _joins_rows(op):
-        items = [flow.types[ref.name] for ref in refs(op.args[:1]) if isinstance(ref, Ref)]
-        first, dim = next(refs(op.args[:1])).name, argument(op, 1, "dim", op.kwargs.get("axis", 0))
-        size = items[0].shape[dim] if isinstance(items[0], TensorType) and isinstance(dim, int) else None
+        items = [(ref.name, flow.types[ref.name]) for ref in refs(op.args[:1])]
+        there = ((item, of.shape) for item, of in items if isinstance(of, TensorType) and of.shape != (0,))
+        first, shape = next(there, ("", ()))  # torch takes an empty list of numbers with tensors of any rank
+        dim = argument(op, 1, "dim", op.kwargs.get("axis", 0))
+        size = shape[dim] if first and isinstance(dim, int) else None
         if first not in others and isinstance(size, int):
             flow.begins[op.name] = dim % len(kind.shape) - len(kind.shape), size
     elif name in ARITHMETIC | POINTWISE | CASTS:

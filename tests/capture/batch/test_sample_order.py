@@ -56,6 +56,7 @@ KEEPS: dict[str, Body] = {
     "the middle": lambda x: x.repeat(4, 1)[x.shape[0] : 3 * x.shape[0]].view(2, -1, 8),
     "split": lambda x: x.repeat(4, 1).split([x.shape[0], 3 * x.shape[0]])[1].view(3, -1, 8),
     "joined, cut again": lambda x: torch.cat((x, by_row(x))).exp()[x.shape[0] :].view(x.shape[0], 4, 8),
+    "an empty list of numbers before": lambda x: torch.cat((torch.tensor([]), x.view(-1, 2, 4)), dim=-2),
     "a token, in another order": lambda x: torch.cat(
         (token(x).add(1)[:, :1].repeat(4, 1, 1), by_row(x).unsqueeze(1)), 1
     ).view(x.shape[0], 64),
