@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -33,7 +34,7 @@ OF_MODELS = (
     *(f"whole/test_{name}.py" for name in ("backward_code", "deadlock", "steps", "transparency")),
 )
 FILES = 40  # between two collections of all garbage
-files_done = 0
+files_done = count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,11 +74,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Between two files, and not often: it takes as long as a test does."""
-    if nextitem is not None and nextitem.path != item.path:
-        global files_done
-        files_done += 1
-        if files_done % FILES == 0:
-            collect_once()
+    if nextitem is not None and nextitem.path != item.path and next(files_done) % FILES == 0:
+        collect_once()
 
 
 @pytest.fixture

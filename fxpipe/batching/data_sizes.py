@@ -65,7 +65,8 @@ def with_named_data_sizes(graph: Graph) -> Graph:
         return graph
     types, first, texts, seen = dict(graph.types), first_equal(graph), dict[str, str](), set[str]()
     known: dict[Any, str] = {}
-    names = (name for number in count() if (name := f"u{number}") not in given | types.keys())
+    taken = given | types.keys()
+    names = (name for number in count() if (name := f"u{number}") not in taken)
     for op in graph.ops:
         new = unnamed_sizes(op.type) - given - seen
         seen |= new

@@ -74,6 +74,13 @@ def leaves_through(doors: set[Edge], outputs: Iterable[Edge], inputs: Iterable[E
     return not _reached(behind, set()).isdisjoint(inputs)
 
 
+def depended_on(results: Iterable[Any], given: Iterable[Tensor]) -> tuple[bool, ...]:
+    """For each given tensor whether autograd goes from a result back to it, and not by way of another one."""
+    doors = [_edges(x) for x in given]
+    reached = _reached(_edges([x for x in results if isinstance(x, Tensor)]), set[Edge]().union(*doors))
+    return tuple(not edges.isdisjoint(reached) for edges in doors)
+
+
 def _reached(starts: Iterable[Edge], doors: set[Edge]) -> set[Edge]:
     """All edges of autograd's graph that are reached from these, without going through the doors."""
     found, todo = set[Edge](), list(starts)

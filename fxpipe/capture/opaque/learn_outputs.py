@@ -47,10 +47,10 @@ from fxpipe.torch_internals.tensor_memory import version_of
 from fxpipe.torch_internals.tracing.is_compiling import said_to_compile
 
 from .calls_around import of_module, put
-from .derivatives import Derivatives
+from .derivatives import Derivatives, depended_on
 from .mixing_in_runs import Contents, check_supposed, in_another_order, mixing
 from .opaque_submodules import FORWARD, Joins, Piece, Pieces
-from .returned_parts import NO_RESULT, Part, depended_on, joinable, other_lengths
+from .returned_parts import NO_RESULT, Part, joinable, other_lengths
 from .used_tensors import Uses
 
 
@@ -294,7 +294,7 @@ def _listen(pieces: Pieces, running: Twins, lists: Listed, cut: bool) -> list[He
                         with running_in(module, opaque.method, opaque.uses) as (_, method):
                             return method(*named[0], **named[1])
                     except Exception:  # if it is the model's own, the next line raises it, too
-                        piece.unfit = "does not run with only the tensors that it uses, or sets attributes"
+                        piece.unfit = "does not run with only the tensors that it uses, or sets its module's attributes"
                 return own(*args, **kwargs)
 
         def stands_for(part: Any) -> Any:

@@ -10,13 +10,12 @@ that this makes, of which only a run tells how many rows it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from fxpipe.capture.twins.untraced_lists import with_unknown_items
 from fxpipe.ir.graph.opaque_call import Place, apart
@@ -140,21 +139,3 @@ def _hollow(leaf: Any) -> Any:
         return NO_RESULT
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     return made.requires_grad_(leaf.requires_grad)
-
-
-def depended_on(results: Iterable[Any], given: Sequence[Tensor]) -> tuple[bool, ...]:
-    """For each given tensor whether autograd goes from a result back to it, and not by way of another one."""
-    ends = {(edge.node, edge.output_nr): x for x in given if x.requires_grad for edge in [get_gradient_edge(x)]}
-    found: set[int] = set()
-    edges = [get_gradient_edge(x) for x in results if isinstance(x, Tensor) and x.requires_grad]
-    todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
-    seen = set(todo)
-    while todo:
-        edge = todo.pop()
-        if edge in ends:
-            found.add(id(ends[edge]))
-            continue
-        later = {one for one in edge[0].next_functions if one[0] is not None} - seen
-        seen |= later
-        todo += later
-    return tuple(id(x) in found for x in given)

@@ -79,16 +79,16 @@ def is_used(path: str, uses: Collection[str] | None) -> bool:
 
 def slots(module: nn.Module, uses: Collection[str] | None = None) -> list[tuple[str, nn.Module, str]]:
     """For each parameter and buffer that is used its path, the module that holds it, and its key there."""
-    return [place for place in _slots(module.named_modules()) if is_used(place[0], uses)]
+    return _slots(module.named_modules(), uses)
 
 
-def _slots(named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str]]:
+def _slots(named: Iterable[tuple[str, nn.Module]], uses: Collection[str] | None) -> list[tuple[str, nn.Module, str]]:
     return [
-        (f"{path}.{key}" if path else key, part, key)
+        (at, part, key)
         for path, part in named
         for held in (part._parameters, part._buffers)
         for key, tensor in held.items()
-        if isinstance(tensor, Tensor)
+        if isinstance(tensor, Tensor) and is_used(at := f"{path}.{key}" if path else key, uses)
     ]
 
 
@@ -209,7 +209,7 @@ def holding(named: Named, tensors: Sequence[Tensor], uses: Collection[str] | Non
         for _, part in sorted(named, key=lambda pair: id(pair[1])):
             # a part may be called by itself too; all take them in one order
             locks.enter_context(LOCKS.setdefault(part, threading.RLock()))
-        there = [place for place in _slots(named) if is_used(place[0], uses)]
+        there = _slots(named, uses)
         known = {(id(part), key) for _, part, key in there}
         are_buffers = [key in part._buffers for _, part, key in there]
         places: list[tuple[dict[str, Any], str]] = []
@@ -224,8 +224,7 @@ def holding(named: Named, tensors: Sequence[Tensor], uses: Collection[str] | Non
                 now = held[key] if key in held else None  # noqa: SIM401  # a script module's has no get
                 if now is not tensor:
                     _copy(now, tensor, path, is_buffer)
-            now_there = (place for place in _slots(named) if is_used(place[0], uses))
-            made = [path for path, part, key in now_there if (id(part), key) not in known]
+            made = [path for path, part, key in _slots(named, uses) if (id(part), key) not in known]
             if made:
                 raise RuntimeError(
                     f"forward of {type(named[0][1]).__name__} made {', '.join(map(repr, made))}, which was not there "

@@ -191,7 +191,7 @@ def backward_lines(build: Build) -> list[str]:
         if stage.autograd_because
     ]
     parts = [
-        f"in stage {stage.index}, autograd computes the gradients of {', '.join(whole)}, which is kept whole"
+        f"in stage {stage.index}, autograd computes the gradients of {', '.join(whole)}, kept whole"
         for stage in program.stages
         if (whole := dict.fromkeys(str(op.target) for op in stage.ops if has_vjp(op)))
     ]

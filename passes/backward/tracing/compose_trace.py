@@ -156,8 +156,7 @@ class ComposedTracing:
         return [
             Op(
                 names[op.name], op.target, map_refs(op.args, change), map_refs(op.kwargs, change), op.type, origin,
-                op.regions,
-                tuple(names[name] for name in op.writes),
+                op.regions, tuple(names[name] for name in op.writes),
             )
             for op in recording.ops
         ]  # fmt: skip

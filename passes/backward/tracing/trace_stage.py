@@ -142,9 +142,11 @@ def _traced(
     computed = {name: known.numbers[name] for name in numbers_taken if name in known.numbers}
     named |= dict.fromkeys(name for name in numbers_taken if name not in computed)
     own = {op.name: decided_by(op, program.types) for op in stage.ops}
-    read = {op.name: [name for one in op.reads for name in decided(program.types[one])] for op in stage.ops}
-    of_ops = {name: tuple(dict.fromkeys([*own[name]] or read[name])) for name in own}
     bounds = {name: text for one in own.values() for name, text in one.items()}
+    of_ops = dict.fromkeys(own, tuple[str, ...]())
+    for op in stage.ops if bounds else ():  # none of these sizes comes from another stage
+        read = (name for one in op.reads for name in decided(program.types[one]))
+        of_ops[op.name] = tuple(own[op.name]) or tuple(dict.fromkeys(read))
     for tracing in TRACINGS:
         try:
             sizes = Sizes(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import fxpipe
+from fxpipe.capture.opaque.derivatives import depended_on
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.opaque_call import opaques
 from tests.helpers.marks import mostly_slow
@@ -278,3 +279,14 @@ def test_a_derivative_of_the_pipe(mode: str, hooked: bool) -> None:
         found.append(torch.autograd.grad(total, list(net.parameters()), allow_unused=True))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
     pipe.close()
+
+
+def test_results_depend_on_what_autograd_goes_back_to() -> None:
+    """Not by way of another given tensor, and not where a gradient is stopped."""
+    weight, x, other = (torch.ones(2, requires_grad=True) for _ in range(3))
+    given = x * 2
+    first, second = (given * 3).unbind()
+    assert depended_on([first * weight, "no tensor"], (weight, x, given, other)) == (True, False, True, False)
+    assert depended_on([second.detach() + other], (weight, x, given, other)) == (False, False, False, True)
+    assert depended_on([given], (given,)) == (True,)
+    assert depended_on([torch.ones(2)], (torch.ones(2), weight)) == (False, False)
