@@ -141,7 +141,7 @@ def _refuse_torn_vmaps(graph: Graph, ordered: Graph) -> None:
     """Raise PlanError if the ops of a vmap do not follow each other as in the model: what runs between entering and
     leaving a vmap is part of it."""
     place = {op.name: at for at, op in enumerate(ordered.ops)}
-    for first, last in vmaps(graph):
+    for first, last in vmaps(graph.ops):
         for op, after in pairwise(graph.ops[first : last + 1]):
             if place[after.name] != place[op.name] + 1:
                 raise PlanError(

@@ -24,6 +24,7 @@ from fxpipe.ir.operators.batch_norm_ops import with_one_value
 from fxpipe.ir.program.backward import Backward
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.ask_data_sizes import with_sizes_asked
+from fxpipe.passes.backward.final_names import final_names
 from fxpipe.passes.backward.readable_ops import (
     readable,
     simplified,
@@ -35,6 +36,7 @@ from fxpipe.passes.backward.readable_ops import (
 )
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.selective import Recorded, computed_again, in_halves, is_cheap
+from fxpipe.passes.backward.vmap_ops import Vmap, separate
 from fxpipe.passes.pass_context import PassContext
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ def _lowered(
     """The stage with its backward, and the types of its new values. With `sizes`, a number for each symbolic size,
     what is cheap is computed again."""
     types = {**known, **traced.types}
-    named = _names(traced, known)
+    named = final_names(traced, known)
     pieces = [_renamed(piece, named) for piece in traced.pieces]
     cheap = {op.name for piece in pieces for op in piece.ops if is_cheap(op.target)}
     types |= {named.get(name, name): kind for name, kind in traced.types.items()}
@@ -214,36 +216,6 @@ def _renamed(piece: Piece, names: Mapping[str, str]) -> Piece:
     ops = [rename(op, names) for op in piece.ops]
     results = {place: names.get(name, name) for place, name in piece.results.items()}
     return replace(piece, ops=ops, results=results)
-
-
-def _names(traced: Trace, known: Mapping[str, ValueType]) -> dict[str, str]:
-    """The final names of recorded values: those of the stage's ops, and of gradients. Another stage may have a gradient
-    of the same name and type: that of a value which moves between them."""
-    made = {op.name for piece in traced.pieces for op in piece.ops}
-    found: dict[str, str] = {}
-    items: dict[tuple[str, int], str] = {}
-    for piece in traced.pieces:
-        for place, name in piece.results.items():
-            if place is None and name in made and name not in found:
-                found[name] = piece.op.name
-            elif place is not None:
-                items[piece.op.name, place] = name
-        op = piece.op
-        if op.target is operator.getitem and isinstance(op.args[0], Ref) and type(op.args[1]) is int:
-            item = items.get((op.args[0].name, op.args[1]))
-            if item in made and item not in found:
-                found[item] = op.name
-    taken = {*traced.types, *found.values()}
-    for name, wish in traced.wishes.items():
-        if name in found:
-            continue
-        free, number, kind = wish, 0, traced.types[name]
-        while free in taken or known.get(free, kind) != kind:
-            number += 1
-            free = f"{wish}_{number}"
-        taken.add(free)
-        found[name] = free
-    return found
 
 
 def _written_well(op: Op, types: Mapping[str, ValueType]) -> Op:
@@ -370,7 +342,9 @@ def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[
                 raise Refused(f"{op.name} is read twice, at {op.origin}")
             continue
         if not (read & here) - results - {op.name}:
-            found.append(op)
+            found += separate(op)
+            if isinstance(op.target, Vmap):
+                inside.add(op.name)
             for place, name in piece.results.items():
                 if place is not None and name in read and name in here and name not in users:
                     found.append(Op(name, operator.getitem, (Ref(op.name), place), {}, types[name], op.origin))

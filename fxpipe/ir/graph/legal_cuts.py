@@ -17,7 +17,7 @@ name may be written in a later stage than the one that made it: that stage write
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -146,14 +146,14 @@ def _of_epilogue(graph: Graph) -> Iterator[Tie]:
 
 def _vmaps(graph: Graph) -> Iterator[Tie]:
     """Entering and leaving a vmap changes a counter of the thread, so both must run in one stage."""
-    for first, last in vmaps(graph):
+    for first, last in vmaps(graph.ops):
         yield Tie(first, last, graph.ops[first].name, "a vmap is entered and left in one stage")
 
 
-def vmaps(graph: Graph) -> Iterator[tuple[int, int]]:
+def vmaps(ops: Iterable[Op]) -> Iterator[tuple[int, int]]:
     """The positions at which each vmap that is in no other one is entered and left."""
     depth, first = 0, 0
-    for at, op in enumerate(graph.ops):
+    for at, op in enumerate(ops):
         if called(op) == ENTER_VMAP:
             first = first if depth else at
             depth += 1

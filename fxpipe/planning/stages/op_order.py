@@ -72,7 +72,7 @@ def requirements(graph: Graph) -> list[list[int]]:
             else:
                 uses_since.setdefault(memory, []).append(position)
         needs.append(sorted(before - {position}))
-    whole = tuple(vmaps(graph))
+    whole = tuple(vmaps(graph.ops))
     inside = {p: last for first, last in whole for p in range(first, last)}
     for first, last in whole:
         needs[first] = sorted({p for before in needs[first : last + 1] for p in before if p < first})
@@ -131,6 +131,6 @@ def _by_demand(graph: Graph, needs: Edges, late: Callable[[str], bool]) -> list[
     for position, op in enumerate(graph.ops):
         if position == len(needs) - 1 or not late(op.name):
             put(position)
-    whole = dict(vmaps(graph))
+    whole = dict(vmaps(graph.ops))
     inner = {p for first, last in whole.items() for p in range(first + 1, last + 1)}
     return [q for p in order if p not in inner for q in range(p, whole.get(p, p) + 1)]

@@ -173,7 +173,7 @@ def _places(graph: Graph, pins: Sequence[int | None]) -> tuple[list[int], list[b
     needs: Edges = requirements(graph)
     places: list[int] = []
     pinned: list[bool] = []
-    ends = {last: first for first, last in vmaps(graph)}
+    ends = {last: first for first, last in vmaps(graph.ops)}
     for at, (before, pin) in enumerate(zip(needs, pins, strict=True)):
         earliest = max((places[p] for p in before), default=0)
         pinned.append(pin is not None and pin >= earliest)

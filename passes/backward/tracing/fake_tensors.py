@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.evaluate_graph import within
-from fxpipe.ir.graph.graph import Op, Region, map_leaves
+from fxpipe.ir.graph.graph import Op, Region, called, map_leaves
+from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.program import OWN_DEVICE
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes
+from fxpipe.passes.backward.vmap_ops import Vmap
 from fxpipe.runtime.autograd.contiguous_layout import inverse
 from fxpipe.runtime.microbatch import checked_places
 
@@ -52,6 +54,22 @@ def run_op(op: Op, values: Mapping[str, Any], around: tuple[Region, ...], device
     """The value of an op of a stage on `device`, within its regions and those around all ops."""
     if op.target is checked_places:  # it returns the mask, which has values only in a run
         return values[op.args[0].name]
+    if isinstance(op.target, Vmap):
+        return _run_vmap(op.target, values, (*around, *op.regions), device)
     args, kwargs = map_leaves((op.args, dict(op.kwargs)), lambda leaf: device if leaf is OWN_DEVICE else leaf)
     alone = replace(op, args=args, kwargs=kwargs, regions=(*around, *op.regions), draw=None)
     return within(alone, values, lambda number: nullcontext())
+
+
+def _run_vmap(vmap: Vmap, values: Mapping[str, Any], around: tuple[Region, ...], device: torch.device) -> Any:
+    """The results of a vmap. An error leaves it, too: else the next ops of the thread would run in it."""
+    made, leave, inside = dict(values), cast(Callable[[], Any], vmap.ops[-1].target), 0
+    try:
+        for op in vmap.ops:
+            made[op.name] = run_op(op, made, around, device)
+            inside += (called(op) == ENTER_VMAP) - (called(op) == LEAVE_VMAP)
+    finally:
+        for _ in range(inside):
+            leave()
+    found = tuple(made[name] for name in vmap.gives)
+    return found[0] if len(found) == 1 else found or None

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import called
-from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_names
@@ -37,6 +36,7 @@ from fxpipe.passes.backward.tracing.opaque_vjp import inseparable
 from fxpipe.passes.backward.tracing.record_ops import Recorder
 from fxpipe.passes.backward.tracing.trace_whole import WholeTracing
 from fxpipe.passes.backward.tracing.traces import Orders, Task, Trace, Tracing, run_tracing
+from fxpipe.passes.backward.vmap_ops import untraceable_vmaps, with_vmaps
 from fxpipe.runtime.microbatch import checked_places
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
@@ -108,10 +108,10 @@ def untraceable(program: Program, stage: Stage) -> str:
             return f"a loop over samples, which have numbers of their own, at {op.origin}"
         if not (isinstance(op.target, HigherOrderOperator) or op.target is checked_places or known(op.target)):
             return f"{called(op)} is not an operation of torch, at {op.origin}"
-        if called(op) == ENTER_VMAP:
-            return f"a vmap, at {op.origin}"
         if called(op) in AS_STRIDED:
             return f"as_strided depends on the layout of memory, at {op.origin}"
+    if reason := untraceable_vmaps(stage):
+        return reason
     for name in (*stage.takes, *stage.borrows, *stage.states):
         if name in program.graph.layouts:
             return f"{name} is {program.graph.layouts[name]}"
@@ -135,6 +135,7 @@ def _traced(
     small: bool = False,
 ) -> tuple[Trace, Sizes]:
     """One trace. `turn`, `symbolic`, `small`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
+    program, stage = with_vmaps(program, stage)
     numbers = numbers_in(value for op in stage.ops for value in (op.args, dict(op.kwargs)))
     shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
     named = dict.fromkeys(size.name for size in program.graph.sizes)

@@ -132,9 +132,9 @@ def test_a_value_that_both_halves_need_is_handed_or_computed_in_both() -> None:
 
 
 def test_what_keeps_autograd_recomputes_all_but_the_last() -> None:
-    class Vmapped(Net):
+    class Strided(Net):
         def between(self, x: Tensor) -> Tensor:
-            return torch.vmap(F.gelu)(x)
+            return x.as_strided(x.shape, x.stride())
 
-    program = coded(Vmapped(), torch.randn(6, 8), checkpoint="selective")
+    program = coded(Strided(), torch.randn(6, 8), checkpoint="selective")
     assert program.stages[0].checkpoint == "except_last"

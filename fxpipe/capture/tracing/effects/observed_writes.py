@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.capture.tracing.layers.layer_values import Known
-from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
+from fxpipe.torch_internals.compiling.vmap_levels import outside_vmaps
 from fxpipe.torch_internals.op_modes import TorchDispatchMode
 from fxpipe.torch_internals.operator_classes import schema as schema_of
 from fxpipe.torch_internals.tensor_memory import memory_key
@@ -77,13 +77,11 @@ def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
 
 
 def memory(value: Any) -> Iterator[int]:
-    """The storages of a value. A tensor inside a vmap has none that is known."""
+    """The storages of a value."""
     if isinstance(value, Known):
         yield value.memory
-    if isinstance(value, Tensor) and in_vmap(value):
-        return
     if isinstance(value, Tensor):
-        yield memory_key(value)
+        yield memory_key(outside_vmaps(value))
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from memory(item)

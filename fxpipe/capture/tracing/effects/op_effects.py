@@ -183,7 +183,8 @@ def _dead_numbers(graph: fx.Graph) -> set[fx.Node]:
     numbers = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
     dead: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # users first
-        if isinstance(node.meta.get("example_value"), numbers) and dead.issuperset(node.users):
+        unused = isinstance(node.meta.get("example_value"), numbers) and dead.issuperset(node.users)
+        if unused and _name(node) not in (ENTER_VMAP, LEAVE_VMAP):  # whose number is the depth
             dead.add(node)
     return dead
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe.torch_internals.compiling.vmap_levels import in_vmap
+from fxpipe.torch_internals.compiling.vmap_levels import outside_vmaps
 from fxpipe.torch_internals.tensor_memory import memory_key
 
 memory_numbers = itertools.count(-1, -1)  # of memory that is no storage's
@@ -105,10 +105,10 @@ class LayerValues:
         if isinstance(value, (tuple, list)):
             items = [self._of(item) for item in value]
             return items if type(value) is list else _rebuilt(type(value), items)
-        if not isinstance(value, Tensor) or in_vmap(value):
+        if not isinstance(value, Tensor):
             return value
         if id(value) not in self.here:
-            key = memory_key(value)
+            key = memory_key(outside_vmaps(value))
             if key not in self.memories:
                 self.memories[key] = next(memory_numbers)
             self.here[id(value)] = Known(value, self.memories[key])
