@@ -25,9 +25,9 @@ from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
-SMALL = (3, 5, 7, 11, 13)
+SMALL = (13, 11, 7, 5, 3)  # the first is seldom taken for another number
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
-LEAST = 29  # by smaller ones, no size is recognised, unless all are small
+LEAST = 29  # by smaller ones, no size is recognised, unless some are small
 MOST = 257  # numbers below are tried where a condition leaves only one
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
@@ -38,8 +38,8 @@ class Sizes:
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
-    - `small`: whether the primes are small. A plain number may be taken for a size then that is none: the trace serves
-      only to be compared with another one.
+    - `small`: the sizes that have small primes. A plain number may be taken for a size then that is none: the trace
+      serves only to be compared with another one.
     - `least`: the smallest prime by which a size is recognised.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
     - `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
@@ -54,12 +54,12 @@ class Sizes:
         numbers: Collection[int],
         turn: int = 0,
         symbolic: bool = True,
-        small: bool = False,
+        small: Collection[str] = (),
         conditions: Sequence[str] = (),
         decided: Mapping[str, str] = MappingProxyType({}),
         computed: Mapping[str, Dim] = MappingProxyType({}),
     ) -> None:
-        self.symbolic, self.known, self.least = symbolic, conditions, 2 if small else LEAST
+        self.symbolic, self.known, self.small, self.least = symbolic, conditions, small, 2 if small else LEAST
         self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
@@ -68,8 +68,7 @@ class Sizes:
         self.fake = self.symbols.fake
         self.numbers: dict[Any, str] = {}
         self.guessed = False
-        known = SMALL if small else (*PRIMES, *SMALLER)
-        free = [prime for prime in known if not any(number and number % prime == 0 for number in numbers)]
+        free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
         fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
         self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
         wanted = [name for name in (*names, *decided) if name not in self.fixed]
@@ -90,14 +89,15 @@ class Sizes:
         primes, equal = dict[str, int](), dict[str, str]()
         for name in names:
             chosen = primes | {one: primes[other] for one, other in equal.items()}
-            prime = next((number for number in free if self._meets(chosen | {name: number})), None)
+            own = [number for number in SMALL if number in free] if name in self.small else free
+            prime = next((number for number in own if self._meets(chosen | {name: number})), None)
             other = next((one for one in primes if self._meets(chosen | {name: primes[one]})), None)
             if prime is None and other is not None:
                 equal[name] = other
             elif prime is None and len(only := [n for n in range(1, MOST) if self._meets(chosen | {name: n})]) == 1:
                 self.fixed[name] = only[0]  # as where 16 * b == b * seq
             else:
-                primes[name] = prime or free[0]
+                primes[name] = prime or (own or free)[0]
                 free.remove(primes[name])
         return primes, equal
 
@@ -182,15 +182,16 @@ class Sizes:
         """Whether a size is a number, torch has turned it into one, or a number was taken for a size and may not be."""
         return not self.symbolic or bool(self.symbols.env.replacements) or self.guessed
 
-    def conditions(self) -> list[str]:
-        """What torch has found out about sizes on the way, and what does not hold for all of them. Sizes of 1 are left
-        out: torch asks for them because of strides and broadcasting, which change no value here."""
-        found = []
+    def conditions(self) -> dict[str, set[str]]:
+        """What torch has found out about sizes on the way, and what does not hold for all of them, each with its sizes.
+        Sizes of 1 are left out: torch asks for them because of strides and broadcasting, which change no value here."""
+        found = {}
         for guard in self.symbols.env.guards:
             if not self._always(guard.expr):
                 equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
                 if not equal:  # where the size has become a number, see `specialised`
-                    found.append(str(guard.expr.xreplace(self._named)))
+                    named = guard.expr.xreplace(self._named)
+                    found[str(named)] = {*map(str, named.free_symbols)}
         return found
 
     def _always(self, condition: Any) -> bool:

@@ -17,8 +17,9 @@ the order of dimensions here that it has there (`layouts`), all else is contiguo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import called
@@ -29,7 +30,7 @@ from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
 from fxpipe.passes.backward.tracing.data_sized_ops import decided, decided_by
-from fxpipe.passes.backward.tracing.fake_sizes import Sizes, numbers_in
+from fxpipe.passes.backward.tracing.fake_sizes import SMALL, Sizes, numbers_in
 from fxpipe.passes.backward.tracing.fake_tensors import device_of
 from fxpipe.passes.backward.tracing.op_traces import KnownTraces
 from fxpipe.passes.backward.tracing.opaque_vjp import inseparable
@@ -65,14 +66,26 @@ def trace(program: Program, stage: Stage, arriving: Sequence[str], orders: Order
         if again != found:
             raise Refused("its ops are not the same for every size")
     conditions = sizes.conditions()
-    if conditions:  # what torch asks may be about strides only
-        try:
-            same = _traced(program, stage, arriving, orders, known, small=True)[0] == found
-        except (Untraceable, Refused):
-            same = False
-        if not same:
-            raise Refused(f"its ops depend on sizes: {', '.join(conditions)}")
+    if conditions and not _holds_for_small_sizes(
+        partial(_traced, program, stage, arriving, orders, known), found, sizes
+    ):
+        raise Refused(f"its ops depend on sizes: {', '.join(conditions)}")
     return found
+
+
+def _holds_for_small_sizes(traced: Callable[..., tuple[Trace, Sizes]], found: Trace, sizes: Sizes) -> bool:
+    """Whether the trace is the same where none of the conditions of these sizes holds: what torch asks may be about
+    strides only."""
+    asked = sizes.conditions()
+    small = set().union(*asked.values())
+    for turn in range(len(SMALL)):
+        try:
+            again, others = traced(turn=turn, small=small)
+        except (Untraceable, Refused):
+            return False
+        if asked.keys().isdisjoint(others.conditions()):
+            return again == found
+    return False
 
 
 def layouts(program: Program, known: KnownTraces) -> Orders:
@@ -132,7 +145,7 @@ def _traced(
     known: KnownTraces,
     turn: int = 0,
     symbolic: bool = True,
-    small: bool = False,
+    small: Collection[str] = (),
 ) -> tuple[Trace, Sizes]:
     """One trace. `turn`, `symbolic`, `small`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
     program, stage = with_vmaps(program, stage)

@@ -216,12 +216,8 @@ class Stage0(Stage):
         dy = mm.reshape(-1, 5, 8)
 
         # gradient of backward_nets.py:40  y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, ...
-        select_backward = torch.ops.aten.select_backward(dy, [b, 1, 5, 8], 1, 0)
+        dscaled_dot_product_attention = torch.ops.aten.select_backward(dy, [b, 1, 5, 8], 1, 0)
         del mm, dy
-        dscaled_dot_product_attention = torch.ops.aten.slice_backward(
-            select_backward, [b, 1, 5, 8], 0, 0, 9223372036854775807, 1
-        )
-        del select_backward
         (
             dgetitem,
             dgetitem_4,
@@ -244,15 +240,9 @@ class Stage0(Stage):
             logsumexp,
             dscaled_dot_product_attention,
         )
-        squeeze = dgetitem_5.squeeze(1)
-        dv = torch.ops.aten.slice_backward(squeeze, [b, 5, 8], 0, 0, 9223372036854775807, 1)
-        del dgetitem_5
-        squeeze = dgetitem_4.squeeze(1)
-        dk = torch.ops.aten.slice_backward(squeeze, [b, 5, 8], 0, 0, 9223372036854775807, 1)
-        del dgetitem_4
-        squeeze = dgetitem.squeeze(1)
-        dq = torch.ops.aten.slice_backward(squeeze, [b, 5, 8], 0, 0, 9223372036854775807, 1)
-        del dgetitem, squeeze
+        dv = dgetitem_5.squeeze(1)
+        dk = dgetitem_4.squeeze(1)
+        dq = dgetitem.squeeze(1)
 
         # gradient of backward_nets.py:39  q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         dlinear = torch.cat([dq, dk, dv], dim=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, ToFloat
 
 import fxpipe
-from fxpipe.passes.backward.tracing.fake_sizes import in_whole_numbers
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes, in_whole_numbers
 
 N = sympy.Symbol("n", integer=True, positive=True)
 
@@ -64,3 +64,37 @@ def test_distances_between_tokens() -> None:
         assert not any(stage.autograd_because for stage in pipe.build.program.stages)
         for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-9)
+
+
+class CausalConvolution(nn.Module):
+    """As in state-space layers. torch asks for 16 or more samples, to choose a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Conv1d(6, 6, 4, padding=3, groups=6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(x.transpose(1, 2))[:, :, : x.shape[1]]
+        return self.out(mixed.transpose(1, 2))  # type: ignore[no-any-return]
+
+
+def test_code_holds_for_batches_on_both_sides_of_a_number_that_torch_asks_for() -> None:
+    model, loss_fn = CausalConvolution().double(), nn.MSELoss()
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.compile(model, devices=1, chunks=1, backward="code")) as pipe:
+        for rows in (4, 20, 15, 16):
+            x = torch.randn(rows, 5, 6, dtype=torch.float64)
+            model.zero_grad()
+            plain.zero_grad()
+            expected = loss_fn(plain(x), x)
+            expected.backward()
+            torch.testing.assert_close(pipe.step(x, target=x, loss_fn=loss_fn), expected)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+            assert pipe.files["stage0.py"].count("slice_backward(") == 1  # `[:]` twice is no work
+
+
+def test_small_sizes_are_those_that_are_asked_for() -> None:
+    sizes = Sizes(("b", "seq"), (), small={"b"})
+    assert sizes.primes == {"b": 13, "seq": 1009}
+    assert Sizes(("b", "seq"), (26,), turn=1, small={"b"}).primes == {"b": 7, "seq": 1013}
