@@ -106,7 +106,8 @@ ADVICE = (
         "let a submodule do that, which returns a tensor",
     ),
 )
-# What the model itself raised.
+# What an op of torch asserts of its symbols for sizes, and what the model itself raised.
+ASSERTED = r"got AssertionError\((['\"])(.*?)\1"
 OWN_ERRORS = r"(?:got|raised exception) (\w+)\((['\"])(.*?)\2,?\)"
 
 
@@ -291,6 +292,8 @@ def refusals(tried: Sequence[Refused]) -> CaptureError:
 
 def _reason(text: str) -> tuple[str, str]:
     """The reason in one sentence, and what to write instead, or ""."""
+    if asserted := re.search(ASSERTED, text):
+        return f"torch cannot tell the sizes of what it makes: {asserted[2]}", ""
     if raised := re.search(OWN_ERRORS, text, re.DOTALL):
         return f"it raises {raised[1]}: {raised[3]}", ""
     said = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith(("Hint:", "from user code")))

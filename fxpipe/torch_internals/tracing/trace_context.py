@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from traceback import walk_tb
+from typing import Any, cast
 
 from torch import _guards
 
@@ -74,13 +75,21 @@ def translator_in(error: BaseException) -> Any:
     the traceback, which Dynamo removes later."""
     from torch._dynamo import symbolic_convert
 
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        reader = trace.tb_frame.f_locals.get("self")
-        if isinstance(reader, symbolic_convert.InstructionTranslatorBase):
-            found = reader
-        trace = trace.tb_next
+    found, one = None, cast(BaseException | None, error)
+    while one is not None:
+        for frame, _ in walk_tb(one.__traceback__):
+            reader = frame.f_locals.get("self")
+            if isinstance(reader, symbolic_convert.InstructionTranslatorBase) and _is_inside(reader, found):
+                found = reader
+        one = one.__cause__  # an error that has gone through a `with` of the model's begins there
     return found
+
+
+def _is_inside(one: Any, other: Any) -> bool:
+    """Whether a translator reads a function that another one, or what that one calls, has called."""
+    while one is not None and one is not other:
+        one = one.parent
+    return one is other
 
 
 @if_there(OP_RUNS)

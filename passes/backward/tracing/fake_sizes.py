@@ -25,9 +25,8 @@ from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
-SMALL = (13, 11, 7, 5, 3)  # the first is seldom taken for another number
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
-LEAST = 29  # by smaller ones, no size is recognised, unless some are small
+LEAST = 29  # by smaller ones, no size is recognised
 MOST = 257  # numbers below are tried where a condition leaves only one
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
@@ -38,9 +37,7 @@ class Sizes:
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
-    - `small`: the sizes that have small primes. A plain number may be taken for a size then that is none: the trace
-      serves only to be compared with another one.
-    - `least`: the smallest prime by which a size is recognised.
+    - `given`: sizes that have these numbers; by them, no size is recognised.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
     - `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
 
@@ -54,16 +51,17 @@ class Sizes:
         numbers: Collection[int],
         turn: int = 0,
         symbolic: bool = True,
-        small: Collection[str] = (),
+        given: Mapping[str, int] = MappingProxyType({}),
         conditions: Sequence[str] = (),
         decided: Mapping[str, str] = MappingProxyType({}),
         computed: Mapping[str, Dim] = MappingProxyType({}),
     ) -> None:
-        self.symbolic, self.known, self.small, self.least = symbolic, conditions, small, 2 if small else LEAST
+        self.symbolic, self.known, self.given = symbolic, conditions, given
         self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
-        self._held: dict[sympy.Expr, bool] = {}
+        self._names: dict[sympy.Symbol, str] = {}
+        self._against: dict[sympy.Expr, list[dict[str, int]]] = {}
         self.symbols = Symbols(cached=not symbolic)  # an entry costs more than it saves where shapes are symbols
         self.fake = self.symbols.fake
         self.numbers: dict[Any, str] = {}
@@ -71,15 +69,15 @@ class Sizes:
         free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
         fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
         self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
-        wanted = [name for name in (*names, *decided) if name not in self.fixed]
+        wanted = [name for name in (*names, *decided) if name not in self.fixed and name not in given]
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
         for _ in range(turn):
             self._choose(wanted, free)
         self.primes, self.equal = self._choose(wanted, free)
-        self.values: dict[str, Any] = dict(self.primes)
+        self.values: dict[str, Any] = {**self.primes, **given}
         if symbolic:
-            self.values = {name: self._symbol(name, prime) for name, prime in self.primes.items()}
+            self.values = {name: self._symbol(name, number) for name, number in self.values.items()}
         self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
         self.values |= {name: dim_size(size, self.values) for name, size in computed.items()}
 
@@ -88,27 +86,27 @@ class Sizes:
         must be equal to one that has a prime."""
         primes, equal = dict[str, int](), dict[str, str]()
         for name in names:
-            chosen = primes | {one: primes[other] for one, other in equal.items()}
-            own = [number for number in SMALL if number in free] if name in self.small else free
-            prime = next((number for number in own if self._meets(chosen | {name: number})), None)
-            other = next((one for one in primes if self._meets(chosen | {name: primes[one]})), None)
+            known = {**self.given, **primes}
+            chosen = primes | {one: known[other] for one, other in equal.items()}
+            prime = next((number for number in free if self._meets(chosen | {name: number})), None)
+            other = next((one for one in known if self._meets(chosen | {name: known[one]})), None)
             if prime is None and other is not None:
                 equal[name] = other
             elif prime is None and len(only := [n for n in range(1, MOST) if self._meets(chosen | {name: n})]) == 1:
                 self.fixed[name] = only[0]  # as where 16 * b == b * seq
             else:
-                primes[name] = prime or (own or free)[0]
+                primes[name] = prime or free[0]
                 free.remove(primes[name])
         return primes, equal
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
         """Whether the graph may hold for these sizes."""
-        numbers = {**self.fixed, **numbers}
+        numbers = {**self.fixed, **self.given, **numbers}
         return all(holds(condition, numbers) for condition in self.known)
 
     def _symbol(self, name: str, prime: int) -> Any:
         symbol, size = self.symbols.size(name, prime)
-        self._named[symbol] = self._titled(name)
+        self._named[symbol], self._names[symbol] = self._titled(name), name
         return size
 
     def _titled(self, name: str) -> Any:
@@ -158,7 +156,7 @@ class Sizes:
             return number
         found = sympy.Integer(1)
         for name, prime in self.primes.items() if number else ():
-            while prime >= self.least and number % prime == 0:
+            while prime >= LEAST and number % prime == 0:
                 number, found = number // prime, found * self._titled(name)
                 self.guessed |= prime not in PRIMES
         return number if found == 1 else self._text(number * found)
@@ -166,7 +164,7 @@ class Sizes:
     @property
     def key(self) -> Any:
         """Equal for sizes that are chosen alike."""
-        chosen = (self.primes, self.equal, self.fixed, self.decided, self.computed)
+        chosen = (self.primes, self.equal, self.fixed, self.decided, self.computed, self.given)
         return self.symbolic, *(pair for pairs in chosen for pair in pairs.items())
 
     @property
@@ -182,27 +180,30 @@ class Sizes:
         """Whether a size is a number, torch has turned it into one, or a number was taken for a size and may not be."""
         return not self.symbolic or bool(self.symbols.env.replacements) or self.guessed
 
-    def conditions(self) -> dict[str, set[str]]:
-        """What torch has found out about sizes on the way, and what does not hold for all of them, each with its sizes.
-        Sizes of 1 are left out: torch asks for them because of strides and broadcasting, which change no value here."""
+    def conditions(self) -> dict[str, list[dict[str, int]]]:
+        """What torch has found out about sizes on the way, and what does not hold for all of them, each with sizes for
+        which it does not hold. Sizes of 1 are left out: torch asks for them because of strides and broadcasting, which
+        change no value here."""
         found = {}
         for guard in self.symbols.env.guards:
-            if not self._always(guard.expr):
+            if against := self._counterexamples(guard.expr):
                 equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
                 if not equal:  # where the size has become a number, see `specialised`
-                    named = guard.expr.xreplace(self._named)
-                    found[str(named)] = {*map(str, named.free_symbols)}
+                    found[str(guard.expr.xreplace(self._named))] = against
         return found
 
-    def _always(self, condition: Any) -> bool:
-        """Whether a condition holds for all sizes, as far as one can try."""
-        if condition not in self._held:
+    def _counterexamples(self, condition: Any) -> list[dict[str, int]]:
+        """Sizes for which a condition does not hold, of those that are tried, and for which the graph may hold."""
+        if condition not in self._against:
             symbols = sorted(condition.free_symbols, key=str)
-            names = [str(self._named[symbol]) for symbol in symbols]
-            tried = (dict(zip(names, sizes, strict=True)) for sizes in product(TRIED, repeat=len(names)))
-            valid = (zip(symbols, map(sympy.Integer, one.values()), strict=True) for one in tried if self._meets(one))
-            self._held[condition] = all(condition.xreplace(dict(pairs)) == sympy.true for pairs in valid)
-        return self._held[condition]
+            found = []
+            for numbers in product(TRIED, repeat=len(symbols)):
+                sizes = {self._names[symbol]: number for symbol, number in zip(symbols, numbers, strict=True)}
+                pairs = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
+                if self._meets(sizes) and condition.xreplace(pairs) != sympy.true:
+                    found.append(sizes)
+            self._against[condition] = found
+        return self._against[condition]
 
 
 def in_whole_numbers(size: Any) -> Any:

@@ -17,9 +17,10 @@ the order of dimensions here that it has there (`layouts`), all else is contiguo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import called
@@ -30,7 +31,7 @@ from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
 from fxpipe.passes.backward.tracing.data_sized_ops import decided, decided_by
-from fxpipe.passes.backward.tracing.fake_sizes import SMALL, Sizes, numbers_in
+from fxpipe.passes.backward.tracing.fake_sizes import Sizes, numbers_in
 from fxpipe.passes.backward.tracing.fake_tensors import device_of
 from fxpipe.passes.backward.tracing.op_traces import KnownTraces
 from fxpipe.passes.backward.tracing.opaque_vjp import inseparable
@@ -42,6 +43,7 @@ from fxpipe.runtime.microbatch import checked_places
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
+MOST_TRIED = 3  # sizes for which a condition of torch's does not hold
 # What the first cannot do, the second does or refuses.
 TRACINGS: tuple[Callable[[Task], Tracing], ...] = (ComposedTracing, WholeTracing)
 
@@ -65,27 +67,29 @@ def trace(program: Program, stage: Stage, arriving: Sequence[str], orders: Order
         again, _ = _traced(program, stage, arriving, orders, known, 1, sizes.symbolic)
         if again != found:
             raise Refused("its ops are not the same for every size")
-    conditions = sizes.conditions()
-    if conditions and not _holds_for_small_sizes(
-        partial(_traced, program, stage, arriving, orders, known), found, sizes
-    ):
-        raise Refused(f"its ops depend on sizes: {', '.join(conditions)}")
+    if not _holds_elsewhere(partial(_traced, program, stage, arriving, orders, known), found, sizes):
+        raise Refused(f"its ops depend on sizes: {', '.join(sizes.conditions())}")
     return found
 
 
-def _holds_for_small_sizes(traced: Callable[..., tuple[Trace, Sizes]], found: Trace, sizes: Sizes) -> bool:
-    """Whether the trace is the same where none of the conditions of these sizes holds: what torch asks may be about
-    strides only."""
+def _holds_elsewhere(traced: Callable[..., tuple[Trace, Sizes]], found: Trace, sizes: Sizes) -> bool:
+    """Whether the trace is the same for sizes for which these conditions do not hold: what torch asks may be about
+    strides only. Where torch refuses all sizes that are tried, so it does in a run."""
     asked = sizes.conditions()
-    small = set().union(*asked.values())
-    for turn in range(len(SMALL)):
-        try:
-            again, others = traced(turn=turn, small=small)
-        except (Untraceable, Refused):
-            return False
-        if asked.keys().isdisjoint(others.conditions()):
-            return again == found
-    return False
+    while asked:
+        _, against = asked.popitem()
+        for given in against[:MOST_TRIED]:
+            try:
+                again, others = traced(given=given)
+            except Untraceable:
+                continue
+            except Refused:
+                return False
+            if again != found:
+                return False
+            asked = {text: more for text, more in asked.items() if text in others.conditions()}
+            break
+    return True
 
 
 def layouts(program: Program, known: KnownTraces) -> Orders:
@@ -145,9 +149,9 @@ def _traced(
     known: KnownTraces,
     turn: int = 0,
     symbolic: bool = True,
-    small: Collection[str] = (),
+    given: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Trace, Sizes]:
-    """One trace. `turn`, `symbolic`, `small`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
+    """One trace. `turn`, `symbolic`, `given`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
     program, stage = with_vmaps(program, stage)
     numbers = numbers_in(value for op in stage.ops for value in (op.args, dict(op.kwargs)))
     shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
@@ -164,7 +168,7 @@ def _traced(
     for tracing in TRACINGS:
         try:
             sizes = Sizes(
-                named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions, bounds, computed
+                named, numbers | numbers_in(shapes), turn, symbolic, given, program.graph.conditions, bounds, computed
             )
         except ValueError as error:
             raise Refused(str(error)) from None

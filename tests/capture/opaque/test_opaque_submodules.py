@@ -1193,3 +1193,62 @@ def test_a_list_of_one_part_for_each_sample(kind, how):
     if how == "asks":
         with pytest.raises(fxpipe.CaptureError, match="returns a list that a submodule kept whole has made"):
             pipe(x)
+
+
+@torch.library.custom_op("fxpipe_opaque::sine", mutates_args=())
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@sine.register_fake
+def sine_of_known_sizes(x):
+    assert x.is_cuda, "sizes are not known"
+    return torch.empty_like(x)
+
+
+sine.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Asserted(nn.Module):
+    """Runs an op that asserts something of tensors without data."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return sine(self.fc(x))
+
+
+class Around(nn.Module):
+    """Calls such a module where an error passes through code of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = Asserted(), kind
+
+    def forward(self, x):
+        if self.kind == "try":
+            try:
+                return self.inner(x)
+            except ValueError:
+                return x
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", ["try", "with"])
+def test_what_an_op_asserts_of_sizes_keeps_its_submodule_whole(kind):
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(kind), nn.Linear(WIDTH, 2)), torch.randn(6, WIDTH)
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.compile(model, devices=2, chunks=2)) as pipe:
+        with pytest.warns(UserWarning, match=r"torch cannot tell the sizes of what it makes: sizes are not known"):
+            loss = pipe.step(x, loss_fn=lambda y: y.square().mean())
+    expected = plain(x).square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -94,7 +94,9 @@ def test_code_holds_for_batches_on_both_sides_of_a_number_that_torch_asks_for() 
             assert pipe.files["stage0.py"].count("slice_backward(") == 1  # `[:]` twice is no work
 
 
-def test_small_sizes_are_those_that_are_asked_for() -> None:
-    sizes = Sizes(("b", "seq"), (), small={"b"})
-    assert sizes.primes == {"b": 13, "seq": 1009}
-    assert Sizes(("b", "seq"), (26,), turn=1, small={"b"}).primes == {"b": 7, "seq": 1013}
+def test_sizes_that_are_given() -> None:
+    sizes = Sizes(("b", "seq"), (), given={"b": 4}, conditions=("seq == 2*b",))
+    assert (sizes.primes, sizes.fixed) == ({}, {"seq": 8})
+    assert sizes.text(sizes.values["b"] * 3) == "3*b"
+    assert sizes.text(12) == 12
+    assert Sizes(("b", "seq"), (), given={"b": 4}, conditions=("seq == b",)).equal == {"seq": "b"}
