@@ -1,8 +1,10 @@
 """The names of recorded values in generated code.
 
-linear_3 = addmm(bias, x, t)      the value of the stage's op h       h
-mm = mm(dy, weight)               the gradient of x                   dx
-t = t(weight)                     anything else                       t
+    linear_3 = addmm(bias, x, t)      the value of the stage's op h       h
+    mm = mm(dy, weight)               the gradient of x                   dx
+    t = t(weight)                     anything else                       t
+
+Two stages never give one name to values of two types.
 """
 
 from __future__ import annotations

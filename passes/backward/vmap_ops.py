@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxpipe.ir.graph.graph import NO_VALUE, Op, Ref, called
@@ -25,12 +25,12 @@ from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 PREPARE = "lazy_load_decompositions"  # what torch.vmap calls first
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Vmap:
-    """A function of what these `ops` read, with those that enter and leave a vmap. `gives`: the
-    names of its results; it returns one alone, several as a tuple."""
+    """A function of what these `ops` read, with those that enter and leave a vmap. `gives`: the names of its results;
+    it returns one alone, several as a tuple."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[Op, ...] = field(hash=False)  # their keyword arguments are in dicts
     gives: tuple[str, ...]
     __name__ = "vmap"
 
@@ -56,9 +56,8 @@ def with_vmaps(program: Program, stage: Stage) -> tuple[Program, Stage]:
         inside = stage.ops[first : last + 1]
         found += stage.ops[start:first]
         start = last + 1
-        merged = _merged(
-            inside, {*stage.gives, *(name for op in stage.ops[start:] for name in (*op.reads, *op.writes))}
-        )
+        later = {name for op in stage.ops[start:] for name in (*op.reads, *op.writes)}
+        merged = _merged(inside, later | {*stage.gives})
         types[merged[0].name] = merged[0].type
         found += merged
     return replace(program, types=types), replace(stage, ops=(*found, *stage.ops[start:]))

@@ -56,7 +56,7 @@ def let_vary(tensor: Tensor, dim: int) -> None:
     maybe_mark_dynamic(tensor, dim)
 
 
-MOST = 1 << 24  # a size is at most this in a trace, so that torch knows that `x[:]` is x, as in a run
+LARGEST = 1 << 24  # a size is at most this in a trace, so that torch knows that `x[:]` is x, as in a run
 
 
 class Symbols:
@@ -80,5 +80,5 @@ class Symbols:
             value, own, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC, constraint_dim=None, positive=True,
             do_not_specialize_zero_one=True,
         )  # fmt: skip
-        self.env.constrain_symbol_range(symbol, 0, MOST)
+        self.env.constrain_symbol_range(symbol, 0, LARGEST)
         return symbol, self.env.create_symintnode(symbol, hint=value, source=own)

@@ -28,6 +28,7 @@ TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
 LEAST = 29  # by smaller ones, no size is recognised
 MOST = 257  # numbers below are tried where a condition leaves only one
+ENOUGH = 3  # sizes for which a condition does not hold
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 
@@ -193,7 +194,7 @@ class Sizes:
         return found
 
     def _counterexamples(self, condition: Any) -> list[dict[str, int]]:
-        """Sizes for which a condition does not hold, of those that are tried, and for which the graph may hold."""
+        """Some sizes for which a condition does not hold, of those that are tried, and for which the graph may hold."""
         if condition not in self._against:
             symbols = sorted(condition.free_symbols, key=str)
             found = []
@@ -202,6 +203,8 @@ class Sizes:
                 pairs = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
                 if self._meets(sizes) and condition.xreplace(pairs) != sympy.true:
                     found.append(sizes)
+                if len(found) == ENOUGH:
+                    break
             self._against[condition] = found
         return self._against[condition]
 

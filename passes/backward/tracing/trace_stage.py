@@ -43,7 +43,6 @@ from fxpipe.runtime.microbatch import checked_places
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
-MOST_TRIED = 3  # sizes for which a condition of torch's does not hold
 # What the first cannot do, the second does or refuses.
 TRACINGS: tuple[Callable[[Task], Tracing], ...] = (ComposedTracing, WholeTracing)
 
@@ -78,7 +77,7 @@ def _holds_elsewhere(traced: Callable[..., tuple[Trace, Sizes]], found: Trace, s
     asked = sizes.conditions()
     while asked:
         _, against = asked.popitem()
-        for given in against[:MOST_TRIED]:
+        for given in against:
             try:
                 again, others = traced(given=given)
             except Untraceable:

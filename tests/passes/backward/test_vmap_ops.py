@@ -87,3 +87,18 @@ def test_a_vmap_that_draws_random_numbers_keeps_autograd() -> None:
     assert stage.backward is None
     assert stage.autograd_because.startswith("dropout in a vmap, at ")
     assert "test_vmap_ops.py" in stage.autograd_because
+
+
+def test_a_vmap_beside_what_asks_for_a_number_of_samples() -> None:
+    """torch chooses the kernel of such a convolution by it, so the stage is traced twice, and must be the same."""
+
+    class Convolved(Mapped):
+        def __init__(self) -> None:
+            super().__init__(mask)
+            self.mix = nn.Conv1d(6, 6, 4, padding=3, groups=6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.mix(x.transpose(1, 2))[:, :, : x.shape[1]].transpose(1, 2))
+
+    (stage,) = coded(Convolved(), torch.randn(4, 5, 6)).stages
+    assert not stage.autograd_because
