@@ -71,6 +71,14 @@ CONTROL = {
     "vmap": Piece(
         "$o = torch.vmap(lambda row: torch.tanh(self.$m.weight @ row) * row.norm())($x)", "self.$m = nn.Linear($w, $w)"
     ),
+    "vmap of several": Piece(
+        "a_$o, b_$o = torch.vmap(lambda row: (row.sort()[0], row.cos() * row.sum()))($x)\n$o = a_$o * b_$o"
+    ),
+    "vmap of places": Piece(
+        "i_$o = torch.arange($w, device=$x.device)\n"
+        "m_$o = torch.vmap(torch.vmap(lambda i, j: j <= i, (None, 0)), (0, None))(i_$o, i_$o)\n"
+        "$o = $x @ m_$o.to($x.dtype)"
+    ),
     "math": Piece(
         "$o = $x / math.sqrt($x.size(-1)) * self.$m.shape[0] + operator.mul($n, 2)",
         "self.$m = nn.Parameter(torch.randn(3))",
@@ -97,6 +105,9 @@ IN_PLACE = {
     ),
     "out of a list": Piece(
         "rows_$o = list($x.unbind(1))\nrows_$o[0] = rows_$o[-1].sin()\n$o = torch.stack(rows_$o, 1)"
+    ),
+    "vmap that writes": Piece(
+        "w_$o = $x.clone()\n$o = torch.vmap(lambda row: (row.mul_(0.5) * 2).add_(row.sin()))(w_$o) + w_$o"
     ),
     "relu in place": Piece("$o = F.relu(self.$m($x), inplace=True)", "self.$m = nn.Linear($w, $w)"),
     "written later": Piece("$x.mul_(0.5)\n$o = $x.sin()", risky=True),
