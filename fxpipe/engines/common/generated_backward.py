@@ -40,7 +40,7 @@ class Like(NamedTuple):
         return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
 
 
-@dataclass
+@dataclass(slots=True)
 class DeferredWeightGrad:
     """What the second half of a backward needs.
 
@@ -110,9 +110,10 @@ class GeneratedBackward:
         if given is None:
             return None
         stages = () if other is self else (other.stage,)
-        every = (*stages, *self._arguments(args), uncounted(kept, None), other._sums(kept.args, missing), *given)
+        sums = other._sums(kept.args, missing)
+        every = (*stages, *self._arguments(args), uncounted(kept, None), sums, *given)
         *results, values, takes, weights = self._run(getattr(self.stage, method), every)
-        return tuple(results), values, other._added(kept, takes, weights, missing)
+        return tuple(results), values, other._added(kept, takes, weights, sums, missing)
 
     def _arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of forward in the layout with which it was traced; notes whether the results need gradients."""
@@ -135,16 +136,17 @@ class GeneratedBackward:
         given, missing = self._arrived(kept, grads)
         if given is None:
             return [None] * len(self.gradients.takes)
-        takes, weights = self._run_backward(
-            self.stage.backward, (uncounted(kept, hooks), self._sums(kept.args, missing), *given)
-        )
-        return self._added(kept, takes, weights, missing)
+        sums = self._sums(kept.args, missing)
+        takes, weights = self._run_backward(self.stage.backward, (uncounted(kept, hooks), sums, *given))
+        return self._added(kept, takes, weights, sums, missing)
 
-    def _added(self, kept: Kept, takes: list[Any], weights: list[Any], missing: frozenset[int]) -> list[Any]:
+    def _added(
+        self, kept: Kept, takes: list[Any], weights: list[Any], sums: list[Tensor | None], missing: frozenset[int]
+    ) -> list[Any]:
         """The gradients of the arguments, once those of the weights have been added to theirs."""
         if missing:
             weights, takes = self._reached(weights, missing, len(takes)), self._reached(takes, missing)
-        self._add(kept.args, weights)
+        self._add(kept.args, weights, sums)
         return takes
 
     def input_gradient(self, kept: Kept, grads: Grads, hooks: Any) -> tuple[list[Any], DeferredWeightGrad]:
@@ -153,14 +155,18 @@ class GeneratedBackward:
         if given is None:
             return [None] * len(self.gradients.takes), DeferredWeightGrad(kept.args, None, missing)
         takes, handed = self._run_backward(self.stage.input_gradient, (uncounted(kept, hooks), *given))
-        return self._reached(takes, missing), DeferredWeightGrad(kept.args, counted(handed, hooks), missing)
+        if missing:
+            takes = self._reached(takes, missing)
+        return takes, DeferredWeightGrad(kept.args, handed if hooks is None else counted(handed, hooks), missing)
 
     def weight_gradient(self, deferred: DeferredWeightGrad, hooks: Any) -> None:
         """Add the gradients of the weights."""
         if deferred.values is not None:
             sums = self._sums(deferred.args, deferred.missing)
             found = self._run_backward(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
-            self._add(deferred.args, self._reached(found, deferred.missing, len(self.gradients.takes)))
+            if deferred.missing:
+                found = self._reached(found, deferred.missing, len(self.gradients.takes))
+            self._add(deferred.args, found, sums)
 
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
         """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all
@@ -190,21 +196,21 @@ class GeneratedBackward:
         or if it depends on missing gradients whether it gets one."""
         if missing:
             return [None] * len(self.weights)
+        if not self.lent:
+            return [None if weight is None else weight.grad for weight in self.weights]  # type: ignore[union-attr]
         weights = [args[weight] if isinstance(weight, int) else weight for weight in self.weights]
         return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
 
-    def _add(self, args: Sequence[Any], found: Iterable[Tensor | None]) -> None:
-        """Add the gradients to those of the weights, where the stage's code has not."""
-        for weight, grad in zip(self.weights, found, strict=True):
-            if grad is None or weight is None:
+    def _add(self, args: Sequence[Any], found: Iterable[Tensor | None], sums: Iterable[Tensor | None]) -> None:
+        """Add the gradients to those of the weights, where the stage's code has not added them to these `sums`."""
+        for weight, grad, summed in zip(self.weights, found, sums, strict=True):
+            if grad is None or grad is summed or weight is None:
                 continue
             if isinstance(weight, int):
                 weight = args[weight]
                 if not weight.requires_grad:
                     continue
             held = weight.grad
-            if grad is held:
-                continue
             if held is not None:
                 held.add_(grad)  # not +=, which would set the attribute too
             else:

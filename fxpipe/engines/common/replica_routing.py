@@ -66,6 +66,7 @@ def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tupl
 
 
 @lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # one for each message of a step, and all steps have the same
 def gradient_key(name: str, source: int) -> str:
     """The name of the message with which stage `source` sends back the gradient of a value."""
     return f"gradient of {name} from stage {source}"

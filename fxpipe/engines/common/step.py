@@ -53,6 +53,8 @@ class Step(Batches):
     - `loss_weights`: the share of the batch's samples in each micro-batch.
     - `generated`: by stage that runs here, its own backward; None where autograd computes gradients.
     - `by_code`: whether all stages that run here have a backward of their own.
+    - `taking`: the stages that take tensors as other stages have made them: such a backward asks no argument whether it
+      needs a gradient.
     - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
       that have no gradient yet.
     - `views`: where stages have replicas, each worker has a step of its own: these, by stage and replica, all there
@@ -84,12 +86,15 @@ class Step(Batches):
             for j in plan.own
         }
         self.by_code = None not in self.generated.values()
+        self.taking = frozenset[int]()
 
     def begin(self, observer: Observer | None) -> None:
         """Put the inputs into the mailboxes of the stages that run here, and lend these the tensors that they share."""
         for name, j in self.engine.feeds:
             if j in self.plan.own:
                 self.feed(name, j)
+        if not self.leaves and self.routes is None:
+            self.taking = frozenset([j for j, own in self.generated.items() if own is not None and own.trains])
         self.engine.lend(self)
         if observer is not None:
             observer.begin(self)
@@ -166,7 +171,8 @@ class Step(Batches):
         if isinstance(value, Tensor):
             own = self.generated[j]
             grad = value.requires_grad if own is None else own.flows and name in own.gradients.gives
-            value = value.detach()
+            if own is None or to not in self.taking:
+                value = value.detach()
         self._post(j, i, to, name, value, grad)
 
     def send_gradient(self, j: int, i: int, name: str, value: Any, to: int) -> None:
@@ -183,7 +189,7 @@ class Step(Batches):
             there = self
         if isinstance(value, Tensor) and self.stages[j].device != there.stages[target].device:
             value = self.pack(value, j, i, target, name, grad, there)
-        elif grad:
+        elif grad and target not in self.taking:
             value.requires_grad_()
         mailbox = there.mailboxes[target]
         if mailbox is self.mailboxes[j]:
