@@ -48,8 +48,6 @@ def readable(op: Op) -> Op:
     if not isinstance(func, OpOverload):
         return op
     plain = _without_defaults(func, op.kwargs)
-    if op.args and isinstance(op.args[0], (bool, int, float)) and str(schema(func).arguments[0].type) == "Tensor":
-        return replace(op, kwargs=plain)  # what a vmap makes of a number; a method or torch.exp take tensors only
     if func in _OPERATORS and not plain and len(op.args) <= 2 and isinstance(op.args[0], Ref):
         return replace(op, target=_OPERATORS[func], kwargs={})
     if func in _METHODS:

@@ -35,9 +35,8 @@ def inseparable(op: Op) -> str:
     assert isinstance(op.target, Opaque)
     kinds = op.type.items if isinstance(op.type, TupleType) else (op.type,)
     objects = any(isinstance(leaf, (Struct, slice)) and any(refs(leaf)) for leaf in tree_flatten(op.args)[0])
-    lists = any(promise.lists for promise in op.target.promises)
     later = op.target.deferred is not None
-    return why(op) if objects or lists or later or not all(isinstance(kind, TensorType) for kind in kinds) else ""
+    return why(op) if objects or later or not all(isinstance(kind, TensorType) for kind in kinds) else ""
 
 
 def why(op: Op) -> str:

@@ -140,6 +140,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         writes = tuple(dict.fromkeys(self._name(x, func) for x in written))
         args = _without_statistics(func, args)
+        if func is aten._to_copy.default and not isinstance(args[0], Tensor):  # a vmap makes a tensor of a number
+            func, kwargs = aten.scalar_tensor.default, {"dtype": result.dtype, "device": result.device}
         given = map_leaves((args, dict(kwargs)), lambda leaf: self.argument(leaf, func))
         wish = schema(func).name.partition("::")[2].strip("_")
         if wish in UNKNOWN or not all(self.sizes.knows(size) for x in tensors for size in x.shape):
