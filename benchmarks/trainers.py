@@ -6,7 +6,8 @@
     torchgpipe                    forward as a pipeline of threads, then one backward; everything kept
     torch.distributed.pipelining  a process for each stage, gloo between them (see `processes`)
     bare threads                  1F1B by hand: a thread for each stage, queues between them, and nothing else
-    fxpipe                        `pipe.step`, by schedule; "code": backward as code; "compiled": stages by Inductor
+    fxpipe                        `pipe.step`, by schedule, with generated backward; "autograd": without; "compiled":
+                                  stages by Inductor; "replicas": two of each stage, each with half of the rows
 
 Each is a `Trainer`, on a model and batch of its own that are equal to all others': a step sets the gradients to None,
 and computes the loss and the gradients of the whole batch. `check` says whether they agree; time is for those that do.
@@ -34,8 +35,9 @@ LOOPS = "no pipeline"
 TORCHGPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining"
 BARE = "bare threads, 1F1B"
-FXPIPE_SCHEDULES = ("gpipe", "1f1b", "1f1b-late", "zb-h1")
-CODED_SCHEDULES = ("1f1b", "zb-h1", "zb-h2")  # also with backward as code
+FXPIPE_SCHEDULES = ("gpipe", "1f1b", "1f1b-late", "zb-h1", "zb-h2")
+OTHER_SCHEDULES = ("1f1b", "zb-h1")  # also by autograd, and with replicas
+COMPILED_SCHEDULES = ("1f1b", "zb-h1", "zb-h2")
 Feed = Sequence[tuple[Tensor, Tensor]]  # a sample and its target, or a micro-batch of both
 
 
@@ -61,13 +63,16 @@ def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
         found |= {f"{PIPELINING}, {name}": partial(pipelining, work, name) for name in SCHEDULES}
     found[BARE] = partial(bare_threads, work)
     found |= {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}
-    return found | {f"fxpipe, {name}, code": partial(fxpipe_step, work, name, "code") for name in CODED_SCHEDULES}
+    found |= {f"fxpipe, {name}, autograd": partial(fxpipe_step, work, name, "autograd") for name in OTHER_SCHEDULES}
+    if work.chunks % 2 == 0:  # so that a task has as many rows as one of the plain loop
+        found |= {f"fxpipe, {name}, replicas": partial(fxpipe_step, work, name, replicas=2) for name in OTHER_SCHEDULES}
+    return found
 
 
 def compiled_trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
     """A maker for each trainer whose stages go through torch.compile, which takes its time."""
-    names = {f"fxpipe, {name}, code, compiled": name for name in CODED_SCHEDULES}
-    return {label: partial(fxpipe_step, work, name, "code", compiled=True) for label, name in names.items()}
+    names = {f"fxpipe, {name}, compiled": name for name in COMPILED_SCHEDULES}
+    return {label: partial(fxpipe_step, work, name, compiled=True) for label, name in names.items()}
 
 
 def plain(work: Workload) -> Trainer:
@@ -178,13 +183,16 @@ def bare_threads(work: Workload) -> Trainer:
     return trainer(model, step, pool.shutdown)
 
 
-def fxpipe_step(work: Workload, schedule: str, backward: str = "autograd", compiled: bool = False) -> Trainer:
+def fxpipe_step(
+    work: Workload, schedule: str, backward: str = "code", compiled: bool = False, replicas: int = 1
+) -> Trainer:
     model = work.model()
     x, y = work.batch()
     pipe = fxpipe.compile(
         model,
-        devices=[f"cpu:{s}" for s in range(work.stages)],
-        chunks=work.chunks,
+        devices=[f"cpu:{s}" for s in range(work.stages * replicas)],
+        chunks=work.chunks // replicas,
+        replicas=[replicas] * work.stages,
         checkpoint="never",
         cut=[str(s) for s in range(1, work.stages)],
         schedule=schedule,
