@@ -24,7 +24,7 @@ from torch import Tensor
 from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 
-TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
+TRIED = (64, 17, 13, 8, 5, 4, 3, 2)  # sizes for which a condition is checked
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
 LEAST = 29  # by smaller ones, no size is recognised
 MOST = 257  # numbers below are tried where a condition leaves only one
@@ -38,9 +38,11 @@ class Sizes:
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
-    - `given`: sizes that have these numbers; by them, no size is recognised.
+    - `given`: sizes that have these numbers. By a prime among them a size is recognised too, though a plain number may
+      be taken for it: the trace serves only to be compared with another one.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
-    - `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
+    - `marks`: the numbers by which sizes are recognised; `guessed`: whether a plain number was taken for a size that
+      has one of the smaller primes.
 
     `fake` is the mode in which tensors have these sizes. `numbers` has the names of numbers that the stage computes
     from sizes, such as `b / 8`, by their expressions.
@@ -68,6 +70,8 @@ class Sizes:
         self.numbers: dict[Any, str] = {}
         self.guessed = False
         free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
+        marks = {name: number for name, number in given.items() if number in free}
+        free = [prime for prime in free if prime not in given.values()]
         fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
         self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
         wanted = [name for name in (*names, *decided) if name not in self.fixed and name not in given]
@@ -76,6 +80,7 @@ class Sizes:
         for _ in range(turn):
             self._choose(wanted, free)
         self.primes, self.equal = self._choose(wanted, free)
+        self.marks = self.primes | marks
         self.values: dict[str, Any] = {**self.primes, **given}
         if symbolic:
             self.values = {name: self._symbol(name, number) for name, number in self.values.items()}
@@ -156,8 +161,8 @@ class Sizes:
         if number == sys.maxsize:  # the end of a slice, which 127 divides
             return number
         found = sympy.Integer(1)
-        for name, prime in self.primes.items() if number else ():
-            while prime >= LEAST and number % prime == 0:
+        for name, prime in self.marks.items() if number else ():
+            while (prime >= LEAST or name in self.given) and number % prime == 0:
                 number, found = number // prime, found * self._titled(name)
                 self.guessed |= prime not in PRIMES
         return number if found == 1 else self._text(number * found)

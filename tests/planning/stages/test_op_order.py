@@ -116,7 +116,9 @@ def test_any_graph_stays_well_formed_and_never_gets_worse(seed, count):
 
 def of_vmaps(made):
     """The ops of each vmap, in order."""
-    return {made.ops[first].name: names(replace(made, ops=made.ops[first : last + 1])) for first, last in vmaps(made)}
+    return {
+        made.ops[first].name: names(replace(made, ops=made.ops[first : last + 1])) for first, last in vmaps(made.ops)
+    }
 
 
 def some_graph(rng: random.Random, count: int):

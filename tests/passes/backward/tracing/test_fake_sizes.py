@@ -100,3 +100,4 @@ def test_sizes_that_are_given() -> None:
     assert sizes.text(sizes.values["b"] * 3) == "3*b"
     assert sizes.text(12) == 12
     assert Sizes(("b", "seq"), (), given={"b": 4}, conditions=("seq == b",)).equal == {"seq": "b"}
+    assert [Sizes(("b",), numbers, given={"b": 13}).text(39) for numbers in ((), (26,))] == ["3*b", 39]
