@@ -67,7 +67,7 @@ def grown(before: Held) -> dict[str, int]:
 
 def in_cycles(run: Callable[[], object]) -> list[str]:
     """The types of the tensors and of autograd's nodes that a run leaves in cycles, which only Python's garbage
-    collection frees; fake tensors apart, which torch caches when it traces."""
+    collection frees; fake tensors apart, which torch caches when it traces, and classes, which other tests define."""
     gc.collect()
     earlier = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # kept: another test's may end now
     gc.disable()
@@ -75,7 +75,7 @@ def in_cycles(run: Callable[[], object]) -> list[str]:
         run()
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        kinds = [type(one) for one in gc.garbage if type(one) is not FakeTensor]
+        kinds = [type(one) for one in gc.garbage if type(one) is not FakeTensor and not isinstance(one, type)]
         return [kind.__name__ for kind in kinds if issubclass(kind, Tensor) or "Function" in kind.__name__]
     finally:
         gc.set_debug(0)
