@@ -155,18 +155,14 @@ class GeneratedBackward:
         if given is None:
             return [None] * len(self.gradients.takes), DeferredWeightGrad(kept.args, None, missing)
         takes, handed = self._run_backward(self.stage.input_gradient, (uncounted(kept, hooks), *given))
-        if missing:
-            takes = self._reached(takes, missing)
-        return takes, DeferredWeightGrad(kept.args, handed if hooks is None else counted(handed, hooks), missing)
+        return self._reached(takes, missing), DeferredWeightGrad(kept.args, counted(handed, hooks), missing)
 
     def weight_gradient(self, deferred: DeferredWeightGrad, hooks: Any) -> None:
         """Add the gradients of the weights."""
         if deferred.values is not None:
             sums = self._sums(deferred.args, deferred.missing)
             found = self._run_backward(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
-            if deferred.missing:
-                found = self._reached(found, deferred.missing, len(self.gradients.takes))
-            self._add(deferred.args, found, sums)
+            self._add(deferred.args, self._reached(found, deferred.missing, len(self.gradients.takes)), sums)
 
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
         """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all

@@ -65,7 +65,6 @@ def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tupl
     return tuple([(0, to, 0) for to in range(len(theirs))] if forward else [(k, 0, 0) for k in range(len(ours))])
 
 
-@lru_cache(maxsize=4096)
 @lru_cache(maxsize=4096)  # one for each message of a step, and all steps have the same
 def gradient_key(name: str, source: int) -> str:
     """The name of the message with which stage `source` sends back the gradient of a value."""

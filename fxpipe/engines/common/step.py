@@ -169,9 +169,9 @@ class Step(Batches):
         """Send a result of stage j to stage `to`, for which it is a leaf."""
         grad = False
         if isinstance(value, Tensor):
-            own = self.generated[j]
-            grad = value.requires_grad if own is None else own.flows and name in own.gradients.gives
-            if own is None or to not in self.taking:
+            own, asked = self.generated[j], to not in self.taking
+            grad = asked and (value.requires_grad if own is None else own.flows and name in own.gradients.gives)
+            if own is None or asked:
                 value = value.detach()
         self._post(j, i, to, name, value, grad)
 
@@ -189,7 +189,7 @@ class Step(Batches):
             there = self
         if isinstance(value, Tensor) and self.stages[j].device != there.stages[target].device:
             value = self.pack(value, j, i, target, name, grad, there)
-        elif grad and target not in self.taking:
+        elif grad:
             value.requires_grad_()
         mailbox = there.mailboxes[target]
         if mailbox is self.mailboxes[j]:
