@@ -21,7 +21,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
+from fxpipe.ir.graph.value_types import BATCH, Dim, TensorType, dim_size, holds
 from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 
 TRIED = (64, 17, 13, 8, 5, 4, 3, 2)  # sizes for which a condition is checked
@@ -41,6 +41,7 @@ class Sizes:
     - `given`: sizes that have these numbers. By a prime among them a size is recognised too, though a plain number may
       be taken for it: the trace serves only to be compared with another one.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
+      Which numbers of samples a micro-batch may have is left out: replicas take slices of it.
     - `marks`: the numbers by which sizes are recognised; `guessed`: whether a plain number was taken for a size that
       has one of the smaller primes.
 
@@ -59,7 +60,8 @@ class Sizes:
         decided: Mapping[str, str] = MappingProxyType({}),
         computed: Mapping[str, Dim] = MappingProxyType({}),
     ) -> None:
-        self.symbolic, self.known, self.given = symbolic, conditions, given
+        self.symbolic, self.given = symbolic, given
+        self.known = [condition for condition in conditions if not re.fullmatch(rf"{BATCH} (==|in) [^a-z]+", condition)]
         self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
@@ -72,7 +74,7 @@ class Sizes:
         free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
         marks = {name: number for name, number in given.items() if number in free}
         free = [prime for prime in free if prime not in given.values()]
-        fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
+        fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in self.known)
         self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
         wanted = [name for name in (*names, *decided) if name not in self.fixed and name not in given]
         if len(free) < (turn + 1) * len(wanted):

@@ -317,6 +317,27 @@ def test_steps_are_the_models(loss: Callable[..., Tensor], options: dict[str, An
             same_gradients(model, plain)
 
 
+def by_number(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    """Samples are counted by a plain number."""
+    return self.second(h).reshape(3 * rows_of(x), 8).view(rows_of(x), 3, 8)
+
+
+@pytest.mark.parametrize("backward", ["code", "autograd"])
+@pytest.mark.parametrize("body", [in_two, by_number], ids=named)
+@pytest.mark.filterwarnings("ignore:.* keep autograd")
+def test_replicas_take_slices_of_micro_batches_of_one_size(body: Body, backward: str) -> None:
+    model = Model(body)
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"replicas": (1, 2), "backward": backward}
+    with closing(fxpipe.compile(model, 3, 2, **options)) as pipe:
+        for rows in (8, 12):
+            x, target = inputs(rows)[0], torch.ones(rows, 3, 3, dtype=torch.float64)
+            expected = F.mse_loss(plain(x), target)
+            expected.backward()
+            torch.testing.assert_close(pipe.step(x, target=target, loss_fn=F.mse_loss), expected.detach())
+            same_gradients(model, plain)
+
+
 def test_each_sample_drops_elements_of_its_own() -> None:
     def body(self: Any, x: Tensor, h: Tensor) -> Tensor:
         return torch.stack([F.dropout(torch.ones_like(one), 0.5) for one in h])
