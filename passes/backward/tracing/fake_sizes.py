@@ -41,7 +41,8 @@ class Sizes:
     - `given`: sizes that have these numbers. By a prime among them a size is recognised too, though a plain number may
       be taken for it: the trace serves only to be compared with another one.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
-      Which numbers of samples a micro-batch may have is left out: replicas take slices of it.
+    - `rows`: how many samples a micro-batch has, if the graph holds for one number or two; they are met by this number.
+      The batch size has a prime nevertheless, since replicas take slices of a micro-batch.
     - `marks`: the numbers by which sizes are recognised; `guessed`: whether a plain number was taken for a size that
       has one of the smaller primes.
 
@@ -60,8 +61,7 @@ class Sizes:
         decided: Mapping[str, str] = MappingProxyType({}),
         computed: Mapping[str, Dim] = MappingProxyType({}),
     ) -> None:
-        self.symbolic, self.given = symbolic, given
-        self.known = [condition for condition in conditions if not re.fullmatch(rf"{BATCH} (==|in) [^a-z]+", condition)]
+        self.symbolic, self.known, self.given = symbolic, conditions, given
         self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
@@ -74,8 +74,10 @@ class Sizes:
         free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
         marks = {name: number for name, number in given.items() if number in free}
         free = [prime for prime in free if prime not in given.values()]
-        fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in self.known)
-        self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
+        fixing = filter(None, (re.fullmatch(r"(\w+) (?:== (\d+)|in \[(\d+), .*)", text) for text in conditions))
+        fixed = {found[1]: int(found[2] or found[3]) for found in fixing}
+        self.rows = {name: number for name, number in fixed.items() if name == BATCH}
+        self.fixed = {name: fixed[name] for name in names if name in fixed and name != BATCH}
         wanted = [name for name in (*names, *decided) if name not in self.fixed and name not in given]
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
@@ -109,7 +111,7 @@ class Sizes:
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
         """Whether the graph may hold for these sizes."""
-        numbers = {**self.fixed, **self.given, **numbers}
+        numbers = {**self.fixed, **self.given, **numbers, **self.rows}
         return all(holds(condition, numbers) for condition in self.known)
 
     def _symbol(self, name: str, prime: int) -> Any:
