@@ -174,6 +174,7 @@ def note_actions(monkeypatch: pytest.MonkeyPatch) -> None:
 CONFIGS = [
     ("gpipe", 4, "never"),
     ("1f1b", 4, "except_last"),
+    ("1f1b", 8, "except_last"),  # two replicas of each stage
     ("zb-h1", 4, "never"),
     ("zb-h2", 4, "always"),
     ("interleaved", 2, "always"),
@@ -205,8 +206,9 @@ def subjects() -> Iterator[Callable[..., Subject]]:
             wanted = [parameter.grad.clone() for parameter in model.parameters()]
             model.zero_grad()
             cut = [f"{j}" for j in (1, 2, 3)]
-            pipe = fxpipe.compile(model, devices, CHUNKS, schedule=schedule, checkpoint=checkpoint, cut=cut)
-            made[config] = Subject(pipe, wanted, [])
+            options: Any = {"schedule": schedule, "checkpoint": checkpoint, "cut": cut}
+            options |= {"replicas": (2, 2, 2, 2)} if devices == 8 else {}
+            made[config] = Subject(fxpipe.compile(model, devices, CHUNKS, **options), wanted, [])
             made[config].pipe.step(X, target=Y, loss_fn=squares)
             made[config].actions = actions_of(made[config])
         return made[config]
@@ -299,7 +301,7 @@ def test_the_note_names_the_line(subjects: Callable[..., Subject], config: Any) 
     for place, line in (("stage", "F.linear(bomb"), ("loss", "F.mse_loss(bomb(output")):
         error = fail(subject, Action("F", 3, 2), place, ERRORS["value"][1])
         (note,) = notes(error)
-        assert note.startswith("stage 3, micro-batch 2, at test_engine_faults.py:")
+        assert note.replace(", replica 1", "").startswith("stage 3, micro-batch 2, at test_engine_faults.py:")
         assert line in note
     check_exact(subject)
 

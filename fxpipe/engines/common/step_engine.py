@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -98,7 +99,7 @@ class StepScheduler(SchedulerBase):
             {label: in_pairs(row, schedule, type(self)) for label, row in rows.items()}
             for rows in (self.timetable, self.alone)
         )
-        self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
+        self._may_run_alone = bool(self.workers()) and all(stage.device.type == "cpu" for stage in stages)
         self._paces: dict[int, ThreadAutotune] = {}  # by the size of the batch, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
         self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
@@ -254,23 +255,26 @@ class StepScheduler(SchedulerBase):
             m.progress.done.append(m.devices[j])
 
     def _row(self, m: Step, j: int) -> None:
-        """Run the row of the worker of stage j."""
-        row, last, failed = m.plan.rows[self.devices[j]], m.last, m.progress.failed
+        """Run the row of the worker of stage j, or all rows: then each action of each replica."""
+        row, failed, own, step = m.plan.rows[self.devices[j]], m.progress.failed, (m,), m
+        replicas = m.views if m.plan.alone else None
+        by_code = m.by_code and (replicas is None or all(one.by_code for one in chain(*replicas)))
         action = method = None
         try:
-            with use_stream(m.compute[j]), torch.no_grad() if m.by_code else nullcontext():
+            with use_stream(m.compute[j]), torch.no_grad() if by_code else nullcontext():
                 for action, method in row:
-                    if action.micro_batch <= last:
-                        if failed:
-                            return
-                        method(self, m, action.micro_batch)
+                    for step in own if replicas is None else replicas[action.stage]:
+                        if action.micro_batch <= step.last:
+                            if failed:
+                                return
+                            method(self, step, action.micro_batch)
         except Stopped:
             return
         except BaseException as error:
             if isinstance(method, Overlapped):
-                action = method.failed(error, m)
+                action = method.failed(error, step)
             if action is not None:
-                self.add_notes(error, m, action.stage, action.micro_batch, m.plan.replica, action.kind != "F")
+                self.add_notes(error, step, action.stage, action.micro_batch, step.plan.replica, action.kind != "F")
             m.progress.stop(error)
 
     def input_pairs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:

@@ -27,6 +27,7 @@ class StepPlan(NamedTuple):
     - `mailboxes`: by stage, the mailbox with the messages to it.
     - `scale`: what the gradients are multiplied by, or None.
     - `replica`: the number of the worker among the replicas of its stages.
+    - `alone`: whether one thread runs the rows of all workers, though stages have replicas.
     - `routes`: how messages are cut between stages of different numbers of replicas, or None if no stage has replicas;
       `rows_of`: the samples in each whole micro-batch.
     """
@@ -41,3 +42,4 @@ class StepPlan(NamedTuple):
     replica: int = 0
     routes: Routes | None = None
     rows_of: tuple[int, ...] = ()
+    alone: bool = False

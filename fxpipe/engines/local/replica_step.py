@@ -62,17 +62,18 @@ class ReplicatedScheduler(StepScheduler):
         devices = tuple(labels[min(k, len(labels) - 1)] for labels in self.labels)
         return Place(stages, devices, Streams(tuple(stage.device for stage in stages)))
 
-    def run(self, batch: Sequence[Any], chunks: int, scale: Scale | None = None) -> tuple[Any, ...]:
-        return self.step(batch, chunks, scale)
-
     def plans(self, batch: Sequence[Any], chunks: int, scale: Scale | None, rows: Rows) -> list[StepPlan]:
         whole, found = self.scatter(batch, chunks), list[StepPlan]()
-        for labels in dict.fromkeys(self.labels):
-            own = [j for j, others in enumerate(self.labels) if others == labels]
-            for k, slices in enumerate(sliced(self, whole, len(labels))):
-                boxes = [Mailbox(self.check_alive)] * len(self.stages)  # a worker gets all its messages in one
-                place, routes = self.places[k], self.routes
-                found.append(StepPlan(self, place, slices, own, rows, boxes, scale, k, routes, whole.sizes))
+        slices = {count: sliced(self, whole, count) for count in {*map(len, self.labels)}}
+        alone = any(rows is one for one in (self.alone, self._paired_alone))
+        boxes = [Mailbox(self.check_alive) for _ in self.places]
+        workers = [len(labels) if alone else labels for labels in self.labels]
+        for same in dict.fromkeys(workers):
+            own = [j for j, other in enumerate(workers) if other == same]
+            for k, batches in enumerate(slices[len(self.labels[own[0]])]):
+                box = boxes[k] if alone else Mailbox(self.check_alive)  # a worker gets all its messages in one
+                to, place, routes = [box] * len(self.stages), self.places[k], self.routes
+                found.append(StepPlan(self, place, batches, own, rows, to, scale, k, routes, whole.sizes, alone))
         return found
 
     def take(self, plans: Sequence[StepPlan], progress: Progress, observer: Observer | None) -> Step:
@@ -105,6 +106,8 @@ class ReplicatedScheduler(StepScheduler):
 
     def worker_steps(self, m: Step) -> dict[str, tuple[Step, int]]:
         assert m.views is not None
+        if m.plan.alone:
+            return {self.devices[-1]: (m, len(self.stages) - 1)}
         return {
             label: (step, j)
             for j, (labels, steps) in enumerate(zip(self.labels, m.views, strict=True))
@@ -137,7 +140,7 @@ class ReplicatedScheduler(StepScheduler):
     def _groups(self, m: Step) -> list[Sequence[Step]]:
         """The steps of each group of workers that are replicas of each other."""
         assert m.views is not None
-        return list(dict(zip(self.labels, m.views, strict=True)).values())
+        return list({id(steps[0]): steps for steps in m.views}.values())
 
 
 def in_order(steps: Sequence[Step]) -> list[tuple[Step, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import cycle, product
 from threading import current_thread
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.engines.local.thread_autotune import ThreadAutotune
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.ir import timeline
 from fxpipe.ir.plan import plan as plans
@@ -43,6 +44,13 @@ def compile() -> Iterator[Compile]:
     yield compile
     for pipe in made:
         pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers run a step, one thread runs the next one, and so on."""
+    alone = cycle((False, True))
+    monkeypatch.setattr(ThreadAutotune, "choose", lambda pace: next(alone))
 
 
 def grads(model: nn.Module) -> list[Tensor | None]:
@@ -214,9 +222,10 @@ def test_freezing_and_new_values_take_effect_at_once(compile: Compile) -> None:
 
 
 class Refuse(torch.autograd.Function):
-    """The identity, which fails in the chosen direction on the chosen worker."""
+    """The identity, which fails in the chosen direction on the chosen worker, once it has run `skips` times there."""
 
     chosen: tuple[str, str] | None = None
+    skips = 0
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -231,7 +240,9 @@ class Refuse(torch.autograd.Function):
 
 def reach(way: str) -> None:
     if Refuse.chosen == (way, current_thread().name):
-        raise ArithmeticError("not here")
+        if not Refuse.skips:
+            raise ArithmeticError("not here")
+        Refuse.skips -= 1
 
 
 @torch.compiler.allow_in_graph  # as it is, not what it computes
@@ -250,10 +261,16 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("way", mostly_slow(["forward", "backward"], "backward".__eq__))
-@pytest.mark.parametrize(("thread", "stage"), [("fxpipe cpu:1", 0), ("MainThread", 1), ("fxpipe cpu:3", 1)])
+@pytest.mark.parametrize(
+    ("thread", "stage"), [("fxpipe cpu:1", 0), ("MainThread", 1), ("fxpipe cpu:3", 1), ("MainThread alone", 0)]
+)
 def test_a_fault_in_a_replica_leaves_no_gradient(
     compile: Compile, way: str, thread: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or in one of those that a thread runs alone: the second run of the first stage, or of the last one back."""
+    thread, alone = thread.removesuffix(" alone"), thread.endswith(" alone")
+    stage = 1 if alone and way == "backward" else stage
+    monkeypatch.setattr(ThreadAutotune, "choose", lambda pace: alone)
     model = Fails()
     pipe = compile(model, (2, 2), schedule="1f1b", cut=["b.0"])
     pipe.step(X, target=Y, loss_fn=F.mse_loss)
@@ -261,11 +278,12 @@ def test_a_fault_in_a_replica_leaves_no_gradient(
     model.zero_grad()
     for _ in range(2):
         monkeypatch.setattr(Refuse, "chosen", (way, thread))
+        monkeypatch.setattr(Refuse, "skips", int(alone))
         with pytest.raises(ArithmeticError, match="not here") as error:
             pipe.step(X, target=Y, loss_fn=F.mse_loss)
         where = (
             f"stage {stage}, micro-batch 0"
-            + ", replica 1" * (thread[-1] in "13")
+            + ", replica 1" * (alone or thread[-1] in "13")
             + ", in backward" * (way == "backward")
         )
         assert error.value.__notes__[0].partition(", at")[0] == where
