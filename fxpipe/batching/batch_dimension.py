@@ -149,8 +149,7 @@ def _check_shape(op: Op, flow: Flow) -> None:
 def _check_dimension(op: Op, flow: Flow) -> None:
     """Raise Mixes if an op that runs over a dimension runs over that of the batch."""
     name = called(op).rstrip("_")
-    first = next((ref.name for ref in refs(op.args[:1])), None)
-    kind = flow.types.get(first or "")
+    kind = flow.types.get(op.first)
     if not isinstance(kind, TensorType) or not batch_dims(kind):
         return
     batch = batch_dims(kind)[0]
@@ -230,7 +229,7 @@ def _check_time(op: Op, flow: Flow) -> None:
     biases, layers, dropout, train, bidirectional, batch first)."""
     if called(op) not in RECURRENT or len(op.args) < 9:
         return
-    kind = flow.types.get(next((ref.name for ref in refs(op.args[:1])), ""))
+    kind = flow.types.get(op.first)
     dims = batch_dims(kind) if isinstance(kind, TensorType) else ()
     if dims and dims[0] != (0 if op.args[8] is True else 1):
         raise Mixes(op, f"{called(op)} takes dimension {dims[0]} of {kind}, the batch, for its steps")

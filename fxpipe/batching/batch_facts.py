@@ -143,6 +143,7 @@ def multiple(size: Dim) -> int | None:
     return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
 
 
+@lru_cache(maxsize=4096)
 def many(type: ValueType) -> int | None:
     """The factor between the dimension with the batch and the batch."""
     return next((multiple(kind.shape[dims[0]]) for kind in tensors(type) if (dims := batch_dims(kind))), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
+from fxpipe.ir.graph.graph import Graph, Op, Ref, called
 from fxpipe.ir.graph.ops import DIVIDE, LINEAR, MULTIPLY
 
 from .batch_dimension import follow
@@ -90,6 +90,6 @@ def _scaled(op: Op, graph: Graph) -> str | None:
     """The value of which this op makes a multiple, or a copy of another type."""
     depends = follow(graph).depends
     read = [name for name in op.reads if name in depends]
-    name, first = called(op).rstrip("_"), next((ref.name for ref in refs(op.args[:1])), None)
-    multiple = name in LINEAR | MULTIPLY or (name in DIVIDE and [first] == read)
+    name = called(op).rstrip("_")
+    multiple = name in LINEAR | MULTIPLY or (name in DIVIDE and [op.first] == read)
     return read[0] if len(read) == 1 and multiple and not op.writes else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -51,7 +52,7 @@ def forget_alike(names: Iterable[str], flow: Flow) -> None:
 
 def check_order(op: Op, flow: Flow) -> None:
     """Raise Mixes if an op takes rows of a sample for those of another one."""
-    first = _first(op)
+    first = op.first
     kind, made = flow.types.get(first), op.type
     if op_name(op) in RESHAPES and isinstance(kind, TensorType) and isinstance(made, TensorType):
         if len(batch_dims(kind)) == len(batch_dims(made)) == 1 and _reshaped(kind, made, flow.parts(first)) is None:
@@ -73,7 +74,7 @@ def check_meeting_rows(op: Op, flow: Flow) -> None:
 
 def check_split(op: Op, kind: TensorType, batch: int, flow: Flow) -> None:
     """Raise Mixes unless the pieces of a dimension that has the batch are whole parts, or whole batches of them."""
-    parts, start = flow.parts(_first(op)), _start(op, batch, flow)
+    parts, start = flow.parts(op.first), _start(op, batch, flow)
     for piece in tensors(op.type):
         if dims := batch_dims(piece):
             size = multiple(piece.shape[dims[0]])
@@ -85,7 +86,7 @@ def check_split(op: Op, kind: TensorType, batch: int, flow: Flow) -> None:
 
 def check_write(op: Op, flow: Flow) -> None:
     """Raise Mixes if an op writes rows of some samples, and not of others."""
-    kind = flow.types.get(_first(op))
+    kind = flow.types.get(op.first)
     if not isinstance(kind, TensorType) or not (dims := batch_dims(kind)):
         return
     item: Any = slice(None)
@@ -99,7 +100,7 @@ def check_write(op: Op, flow: Flow) -> None:
     if item is None or (isinstance(item, Ref) and isinstance(flow.types.get(item.name), TensorType)):
         return
     start, stop = _ends(item, kind, flow) if isinstance(item, slice) else (None, None)
-    if start is None or stop is None or _cut(flow.parts(_first(op)), start, stop - start) is None:
+    if start is None or stop is None or _cut(flow.parts(op.first), start, stop - start) is None:
         raise Mixes(op, f"writes rows of some samples of {kind}, and not of others")
 
 
@@ -155,6 +156,7 @@ def _reshaped(kind: TensorType, made: TensorType, parts: tuple[Part, ...]) -> tu
     return _merged(Part(part.many // now_behind, part.block // now_behind) for part in whole)
 
 
+@lru_cache(maxsize=4096)
 def _around(kind: TensorType) -> tuple[int, int]:
     """How many elements there are before the dimension with the batch, and behind it."""
     at = batch_dims(kind)[0]
@@ -186,10 +188,6 @@ def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _first(op: Op) -> str:
-    return next((ref.name for ref in refs(op.args[:1])), "")
-
-
 def _ordered(op: Op, flow: Flow) -> Iterator[str]:
     """The values that an op reads whose rows are in an order: not alike, and not drawn at random."""
     for name in dict.fromkeys(op.reads):
@@ -210,26 +208,26 @@ def _joins_rows(op: Op) -> bool:
 def _takes_rows(op: Op, flow: Flow) -> tuple[str, int | None] | None:
     """The value of which an op takes rows, one after another, and where they begin, by the batch size; None for other
     ops."""
-    made = flow.made.get(_first(op))
+    made = flow.made.get(op.first)
     if made is not None and op_name(op) == "getitem" and op_name(made) in SPLIT_OPS and type(op.args[1]) is int:
         pieces = [(piece, batch_dims(piece)) for piece in tensors(made.type)]
         before = pieces[: op.args[1] % len(pieces)]
-        if many(op.type) == many(flow.types[_first(made)]):
-            return _first(made), 0  # split along another dimension
-        return _first(made), sum(multiple(piece.shape[dims[0]]) or 0 for piece, dims in before if dims)
-    kind = flow.types.get(_first(op))
+        if many(op.type) == many(flow.types[made.first]):
+            return made.first, 0  # split along another dimension
+        return made.first, sum(multiple(piece.shape[dims[0]]) or 0 for piece, dims in before if dims)
+    kind = flow.types.get(op.first)
     if not isinstance(kind, TensorType) or not (dims := batch_dims(kind)):
         return None
     looks_up = op_name(op) == "getitem" and isinstance(item_at(op.args[1], dims[0], kind, flow), Ref)
     if looks_up or op_name(op) not in ("getitem", "narrow", *SPLIT_OPS):
         return None
-    return _first(op), _start(op, dims[0], flow)
+    return op.first, _start(op, dims[0], flow)
 
 
 def _start(op: Op, batch: int, flow: Flow) -> int | None:
     """Where the rows that an op takes along the batch begin, by the batch size; None if it is no multiple of it."""
     start: Any = 0
-    kind = flow.types[_first(op)]
+    kind = flow.types[op.first]
     if not isinstance(kind, TensorType):
         return None
     if op_name(op) == "narrow":
@@ -296,8 +294,8 @@ def _note_alike(op: Op, flow: Flow) -> None:
         begins = {flow.begins.get(read) for read in others}
         if len(begins) == 1 and (found := begins.pop()) is not None:
             flow.begins[op.name] = found
-    elif name == "getitem" and (found := flow.begins.get(_first(op))) is not None:
-        whole = flow.types[_first(op)]
+    elif name == "getitem" and (found := flow.begins.get(op.first)) is not None:
+        whole = flow.types[op.first]
         index: list[Any] = [*op.args[1]] if isinstance(op.args[1], tuple) else [op.args[1]]
         at = found[0] + (len(whole.shape) if isinstance(whole, TensorType) else 0)
         if len(index) == at + 1 and all(one == slice(None) for one in index[:at]) and _within(index[at], found[1]):
@@ -314,11 +312,11 @@ def _within(item: Any, size: int) -> bool:
 
 def _keeps_alike(op: Op, kind: TensorType, flow: Flow) -> bool:
     """Whether the rows of an op's result are alike if those of its arguments are, or these have no samples."""
-    name, source, rows = op_name(op), flow.types.get(_first(op)), many(kind) or 1
+    name, source, rows = op_name(op), flow.types.get(op.first), many(kind) or 1
     batched = isinstance(source, TensorType) and bool(batch_dims(source))
     if name in REPEATS:
         return batched or rows == 1
     if name in RESHAPES:
         whole = isinstance(source, TensorType) and batched and _around(source)[0] == _around(kind)[0]
-        return whole and (many(flow.types[_first(op)]) or 1) % rows == 0
+        return whole and (many(flow.types[op.first]) or 1) % rows == 0
     return name in EXPANDS | ARITHMETIC | POINTWISE | CASTS | PERMUTATIONS

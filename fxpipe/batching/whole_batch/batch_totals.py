@@ -44,11 +44,14 @@ def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
     """The graph, rewritten so that as many as possible of its outputs `values` are sums or means of those of the
     micro-batches. Outputs with a `reduce` from the user stay as they are."""
     graph = with_named_parts(graph, values, reduce)
-    flow, found = follow(graph), kinds(graph)
+    if not graph.parts and all(said(graph, value, reduce) is None for value in values):
+        summed = _without_label_means(graph, values)
+        if summed is not None and not any(_is_unclear(value, summed) for value in values):
+            return with_shares(summed, needed(summed, values))
+    found = kinds(graph)
 
     def is_open(value: str) -> bool:
-        unclear = flow.mixes(value) is not None or (found[value].reduce is None and not batch_dims(graph.types[value]))
-        return unclear and said(graph, value, reduce) is None
+        return said(graph, value, reduce) is None and _is_unclear(value, graph)
 
     said_of = {value: how for value in values if (how := said(graph, value, reduce)) in COMBINED}
     unclear = [value for value, how in said_of.items() if found[value].reduce is None]
@@ -65,6 +68,25 @@ def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
         return graph
     graph = _with_exact_sums(graph, wanted, values)
     return with_shares(graph, needed(graph, wanted))
+
+
+def _without_label_means(graph: Graph, values: Sequence[str]) -> Graph | None:
+    """The graph with exact sums if one of `values` is made of a mean over labels, which is none over samples: so much
+    is known before the graph is followed, which takes long. None if there is no such mean."""
+    wanted = [value for value in values if not batch_dims(graph.types[value])]
+    names, made = needed(graph, wanted), {op.name: op for op in graph.ops}
+    losses = (op for op in graph.ops if op.name in names and called(op) in LABEL_LOSSES and not batch_dims(op.type))
+    means = (op for op in losses if reduction(arguments(op)) == "mean")
+    if any(labels_may_be_ignored(op, graph.types, made) for op in means):
+        return _with_exact_sums(graph, wanted, values)
+    return None
+
+
+def _is_unclear(value: str, graph: Graph) -> bool:
+    """Whether a value is not known to be put together from those of the micro-batches."""
+    if follow(graph).mixes(value) is not None:
+        return True
+    return kinds(graph)[value].reduce is None and not batch_dims(graph.types[value])
 
 
 def _with_exact_sums(graph: Graph, wanted: Sequence[str], values: Sequence[str]) -> Graph:

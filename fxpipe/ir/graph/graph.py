@@ -105,8 +105,17 @@ class Op:
         return tuple(dict.fromkeys(self.operands))
 
     @cached_property
+    def first(self) -> str:
+        """Name of the first value in the first argument; "" if there is none."""
+        return next((ref.name for ref in refs(self.args[:1])), "")
+
+    @cached_property
     def _called(self) -> str:
         return target_name(self.target).lstrip(".")
+
+    @cached_property
+    def _op_name(self) -> str:
+        return name if (name := self._called).startswith("__") else name.rstrip("_")
 
 
 @dataclass(frozen=True)
@@ -380,7 +389,7 @@ def called(op: Op) -> str:
 
 def op_name(op: Op) -> str:
     """The name as in `called`, without the trailing `_` of an in-place op."""
-    return name if (name := called(op)).startswith("__") else name.rstrip("_")
+    return op._op_name
 
 
 def show_nest(nest: Any) -> str:
