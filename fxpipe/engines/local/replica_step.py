@@ -33,7 +33,7 @@ from fxpipe.runtime.deferred_norms import absorb, sums_of
 from fxpipe.runtime.microbatch import gather
 from fxpipe.runtime.streams import Streams
 
-from .stage_replica import empty, fill
+from .stage_replica import empty, fill, let_go
 
 __all__ = ["Gradients", "ReplicatedScheduler", "Step"]
 
@@ -54,7 +54,7 @@ class ReplicatedScheduler(StepScheduler):
         self.places = tuple(self._place(k) for k in range(max(map(len, self.labels))))
         self.routes = Routes(map(len, self.labels), self.cuts)
         for replica in self.further:
-            empty(replica)
+            let_go(replica)
 
     def _place(self, k: int) -> Place:
         """Where replicas number k run. For a stage with fewer replicas, its last one fills the place and is not run."""

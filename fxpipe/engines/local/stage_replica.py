@@ -8,6 +8,10 @@ dropped: the model keeps the contents that the stage itself, the first replica, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
 
 from fxpipe.runtime.autograd.gradient_aliases import Pair
 from fxpipe.runtime.stage import Stage
@@ -20,10 +24,11 @@ def fill(replica: Stage, stage: Stage, pairs: Sequence[Pair]) -> list[Pair]:
     found = []
     for path in stage.states:
         tensor = stage.tensor(path)
-        held = tensor.detach().to(replica.device, copy=path in stage.mutates)
+        own = tensor.detach().to(replica.device, copy=path in stage.mutates)
         if tensor.requires_grad:
-            found.append((owners.get(id(tensor), tensor), held.requires_grad_()))
-        replica.put(path, held)
+            found.append((owners.get(id(tensor), tensor), own.requires_grad_()))
+        held, name = replica.slot(path)
+        held[name] = own
     return found
 
 
@@ -31,4 +36,17 @@ def empty(replica: Stage) -> None:
     """Replace the tensors of a replica by empty ones, until the next step."""
     replica.elsewhere.clear()
     for path in replica.states:
-        replica.put(path, replica.tensor(path).new_empty(0))
+        held, name = replica.slot(path)
+        held[name] = nothing(held[name].dtype, held[name].device)
+
+
+def let_go(replica: Stage) -> None:
+    """Let a new replica hold empty tensors, and none of the model's."""
+    empty(replica)
+    for path in replica.states:
+        replica.put(path, replica.tensor(path))
+
+
+@cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

@@ -327,5 +327,7 @@ def _kind(fake: Any) -> Any:
 def _like(value: Any) -> Tensor:
     """Another fake tensor of the same kind, as an op makes it: no leaf, if it has a gradient."""
     with torch.enable_grad():
+        if _kind(made := value.clone()) == _kind(value):  # its strides are those of dense memory
+            return made  # type: ignore[no-any-return]
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made.requires_grad_().clone() if value.requires_grad else made
