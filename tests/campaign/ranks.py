@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ class Ranks:
 
 
 def steps(group: Any, path: Path, setting: Setting) -> Said:
-    """On each rank: the runs of a setting, which all take part in, until one is refused."""
+    """On each rank: the runs of a setting, which all take part in, until one is refused, or the plain model fails."""
     from .subject import PartlyWhole, Subject, load
-    from .trial import caller, failed
+    from .trial import caller, failed, same_error
 
     torch._dynamo.reset()
     warnings.simplefilter("ignore")
@@ -57,8 +58,13 @@ def steps(group: Any, path: Path, setting: Setting) -> Said:
     said: Said = []
     try:
         for run in setting.runs:
+            call = partial(subject.run, run, caller(run, subject, pipe))
             try:
-                found = together(group, subject.run(run, caller(run, subject, pipe)), subject, pipe)
+                subject.wanted(run, setting)
+            except Exception as own:
+                return [*said, outcome(same_error(0, run, own, call))]
+            try:
+                found = together(group, call(), subject, pipe)
                 text = "; ".join(subject.differences(run, setting, pipe, found))
                 said.append(("wrong", text) if text else ("same", ""))
             except PartlyWhole:
