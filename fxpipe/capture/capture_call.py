@@ -319,17 +319,17 @@ class CallCapture:
     def _compiled_result(self, attempt: Attempt) -> Any:
         """The result of the compiled function. A call that is refused though nothing is assumed of lengths is tried
         again as long as there is another way."""
-        call, tried = attempt.call, list[Refused]()
+        call, tried, others = attempt.call, list[Refused](), 0
         before = dict(self.pieces.by_key)
         how: str | None = self.pieces.how
-        others = 0
         while how is not None:
+            traces = self._traces
             call.objects.restore()
             try:
                 result = self._entries.first(self.twins.root, *call.given, *attempt.arguments)
             except Stale:
                 others += 1
-                self._entries.next_entry(others)
+                self._entries.next_entry(others, self._traces > traces and not self.trace_modes.other_values)
                 continue
             except Refused as refused:
                 refused = attempt.compared_type(self.pieces.whole) or refused

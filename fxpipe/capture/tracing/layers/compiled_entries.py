@@ -29,11 +29,12 @@ class CompiledEntries:
         """Forget all of them."""
         self._all = [self._begin()]
 
-    def next_entry(self, tried: int) -> None:
+    def next_entry(self, tried: int, layers: bool) -> None:
         """The first entry was stale, and `tried` entries in this call: move on to the next one; put a new one first
-        when all were tried; if even new ones are stale, trace no layers separately."""
+        when all were tried. If even new ones are stale, or one that has just been made is because of its `layers`,
+        trace no layers separately."""
         self._all.append(self._all.pop(0))
         if tried >= len(self._all):
             self._all = [self._begin(), *self._all[: MOST - 1]]
-        if tried > MOST + 1:
+        if layers or tried > MOST + 1:
             self._layers.give_up()

@@ -9,6 +9,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from types import MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fxpipe
 from fxpipe.capture import CallCapture
 from fxpipe.ir.graph.evaluate_graph import evaluate
 from fxpipe.ir.graph.graph import Graph
@@ -503,3 +505,36 @@ def test_nothing_keeps_the_model() -> None:
     del capture
     gc.collect()
     assert [part() for part in gone] == [None] * len(gone)
+
+
+class Pieces(nn.Module):
+    """Kept whole: returns a list of which only a run tells how many items it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list(x.split(1 + int((self.weight * x).detach().sum() > 1e9)))
+
+
+class Joined(Net):
+    """Concatenates such a list: torch then runs the trace in a mode in which no guard of a layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = Pieces().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.pieces(super().forward(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.* kept whole")
+def test_layers_whose_guards_never_hold_are_traced_with_the_model_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, start = list[None](), CallCapture.starts
+    monkeypatch.setattr(CallCapture, "starts", lambda self: (starts.append(None), start(self)))
+    model = Joined().eval()
+    with closing(fxpipe.compile(model, 2, 2)) as pipe:
+        for _ in range(2):
+            torch.testing.assert_close(pipe(X), model(X))
+    assert len(starts) <= 5
