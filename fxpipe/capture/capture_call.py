@@ -176,6 +176,7 @@ class CallCapture:
         refused: CaptureError | None = None
         try:
             while True:
+                self.trace_modes.in_vain.clear()
                 try:
                     return self._completed(request, run)
                 except NoOps:
@@ -317,8 +318,7 @@ class CallCapture:
                 kind.given = given
 
     def _compiled_result(self, attempt: Attempt) -> Any:
-        """The result of the compiled function. A call that is refused though nothing is assumed of lengths is tried
-        again as long as there is another way."""
+        """The result of the compiled function. A refused call of which nothing is assumed is tried in other ways."""
         call, tried, others = attempt.call, list[Refused](), 0
         before = dict(self.pieces.by_key)
         how: str | None = self.pieces.how

@@ -181,12 +181,16 @@ def dynamo(function: Callable[..., Any], owner: weakref.ref[Captures]) -> Callab
                 if not is_refusal(error) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
                 layers, trace_modes = own().layers, own().trace_modes
-                if layers.leave_out(configured.modules, str(error)):
+                steered = configured.values.of_inputs is not None
+                found = refusal(error, configured.modules, sizes=configured.sizes, steered=steered)
+                so_far = found.where, trace_modes.used
+                if found.where is not None and not layers.by_twin:
+                    trace_modes.in_vain.add(so_far)
+                if layers.leave_out(configured.modules, str(error), so_far in trace_modes.in_vain):
                     continue
                 if refused is None or trace_modes.further(str(error)):
-                    steered = configured.values.of_inputs is not None
-                    refused = refusal(error, configured.modules, sizes=configured.sizes, steered=steered)
-                if not trace_modes.another(str(error)):
+                    refused = found
+                if not trace_modes.another(str(error), found.where):
                     raise refused from None
                 layers.forget()
 
@@ -222,18 +226,22 @@ class TraceModes:
     - "values": what Python reads of inputs is known.
 
     Those that are `barred` are not used any more. `traces_with_values`: how many traces have read values of inputs;
-    `other_values`: whether the current call has others than one of them.
+    `other_values`: whether the current call has others than one of them. `in_vain`: the lines that were refused in
+    every mode, and those, with the modes, that were with all layers in the model's trace; of one call.
     """
 
     def __init__(self) -> None:
         self.used: frozenset[str] = frozenset()
         self.barred: frozenset[str] = frozenset()
         self.traces_with_values, self.other_values = 0, False
+        self.in_vain: set[Any] = set()
 
-    def another(self, refusal: str) -> bool:
-        """Whether another mode of tracing may avoid this refusal. If not, the next call begins with none of them."""
+    def another(self, refusal: str, line: Any) -> bool:
+        """Whether another mode of tracing may avoid this refusal in a line. If not, the next call begins with none."""
         fitting = (mode for mode, signs in TRACE_MODES.items() if any(sign in refusal for sign in signs))
-        news = {mode for mode in fitting if self.may(mode)}
+        news = {mode for mode in fitting if self.may(mode) and line not in self.in_vain}
+        if not news and line is not None:
+            self.in_vain.add(line)
         self.used = self.used | news if news else frozenset()
         return bool(news)
 

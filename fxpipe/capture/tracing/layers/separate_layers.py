@@ -147,14 +147,14 @@ class Layers:
         own_forward = FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
         return SeparateLayer(twin, own_forward)
 
-    def leave_out(self, modules: tuple[int, ...] | None, why: str) -> bool:
-        """After a refusal in these modules: trace the layer that is the cause with the model, or all. Returns whether
-        there is another trace."""
+    def leave_out(self, modules: tuple[int, ...] | None, why: str, in_vain: bool) -> bool:
+        """After a refusal in these modules: trace the layer that is the cause with the model, or all, unless that was
+        `in_vain` before. Returns whether there is another trace."""
         refused, self.refused = self.refused, None
         if refused is None and modules and modules[-1] in self.by_twin:
             refused = self.by_twin[modules[-1]], why.split("\n", 1)[0]
         if refused is None:
-            if not self.by_twin:
+            if in_vain or not self.by_twin:
                 return False
             self.suspended = True
             log.debug("all layers are traced with the model, to see whether it is one that cannot be: %s", why)
