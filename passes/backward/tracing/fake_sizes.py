@@ -27,7 +27,7 @@ from fxpipe.torch_internals.tracing.tensors_without_memory import Symbols
 TRIED = (64, 17, 13, 8, 5, 4, 3, 2)  # sizes for which a condition is checked
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
 LEAST = 29  # by smaller ones, no size is recognised
-MOST = 257  # numbers below are tried where a condition leaves only one
+MOST = 256  # numbers up to this are tried where no prime fits
 ENOUGH = 3  # sizes for which a condition does not hold
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
@@ -38,13 +38,15 @@ class Sizes:
 
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
+    - `fitting`: whether a size for which no prime meets the conditions has any number that does, by which it is not
+      recognised; else it has a prime nevertheless, as torch may not ask.
     - `given`: sizes that have these numbers. By a prime among them a size is recognised too, though a plain number may
       be taken for it: the trace serves only to be compared with another one.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
     - `rows`: how many samples a micro-batch has, if the graph holds for one number or two; they are met by this number.
       The batch size has a prime nevertheless, since replicas take slices of a micro-batch.
-    - `marks`: the numbers by which sizes are recognised; `guessed`: whether a plain number was taken for a size that
-      has one of the smaller primes.
+    - `marks`: the numbers by which sizes are recognised, all primes but those that occur in the stage, where no other
+      fits; `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
 
     `fake` is the mode in which tensors have these sizes. `numbers` has the names of numbers that the stage computes
     from sizes, such as `b / 8`, by their expressions.
@@ -60,8 +62,9 @@ class Sizes:
         conditions: Sequence[str] = (),
         decided: Mapping[str, str] = MappingProxyType({}),
         computed: Mapping[str, Dim] = MappingProxyType({}),
+        fitting: bool = False,
     ) -> None:
-        self.symbolic, self.known, self.given = symbolic, conditions, given
+        self.symbolic, self.known, self.given, self.fitting = symbolic, conditions, given, fitting
         self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
@@ -74,6 +77,7 @@ class Sizes:
         free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
         marks = {name: number for name, number in given.items() if number in free}
         free = [prime for prime in free if prime not in given.values()]
+        recognised, used = {*free}, set[int]()
         fixing = filter(None, (re.fullmatch(r"(\w+) (?:== (\d+)|in \[(\d+), .*)", text) for text in conditions))
         fixed = {found[1]: int(found[2] or found[3]) for found in fixing}
         self.rows = {name: number for name, number in fixed.items() if name == BATCH}
@@ -82,18 +86,18 @@ class Sizes:
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
         for _ in range(turn):
-            self._choose(wanted, free)
-        self.primes, self.equal = self._choose(wanted, free)
-        self.marks = self.primes | marks
+            self._choose(wanted, free, used)
+        self.primes, self.equal = self._choose(wanted, free, used)
+        self.marks = {name: number for name, number in self.primes.items() if number in recognised} | marks
         self.values: dict[str, Any] = {**self.primes, **given}
         if symbolic:
             self.values = {name: self._symbol(name, number) for name, number in self.values.items()}
         self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
         self.values |= {name: dim_size(size, self.values) for name, size in computed.items()}
 
-    def _choose(self, names: Sequence[str], free: list[int]) -> tuple[dict[str, int], dict[str, str]]:
-        """Choose primes among those that are free, and take them out. Returns them, and the names of the sizes that
-        must be equal to one that has a prime."""
+    def _choose(self, names: Sequence[str], free: list[int], used: set[int]) -> tuple[dict[str, int], dict[str, str]]:
+        """Choose numbers: primes among those that are free, which are taken out, or others that are not `used` yet.
+        Returns them, and the names of the sizes that must be equal to one of these."""
         primes, equal = dict[str, int](), dict[str, str]()
         for name in names:
             known = {**self.given, **primes}
@@ -102,11 +106,16 @@ class Sizes:
             other = next((one for one in known if self._meets(chosen | {name: known[one]})), None)
             if prime is None and other is not None:
                 equal[name] = other
-            elif prime is None and len(only := [n for n in range(1, MOST) if self._meets(chosen | {name: n})]) == 1:
-                self.fixed[name] = only[0]  # as where 16 * b == b * seq
-            else:
-                primes[name] = prime or free[0]
-                free.remove(primes[name])
+                continue
+            fitting = [n for n in range(MOST, 0, -1) if self._meets(chosen | {name: n})] if prime is None else []
+            if len(fitting) == 1:
+                self.fixed[name] = fitting[0]  # as where 16 * b == b * seq
+                continue
+            rest = (n for n in (*SMALLER, *fitting) if self.fitting and n in fitting and n not in used)
+            primes[name] = number = prime or next(rest, free[0])
+            used.add(number)
+            if number in free:
+                free.remove(number)
         return primes, equal
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
@@ -174,7 +183,7 @@ class Sizes:
     @property
     def key(self) -> Any:
         """Equal for sizes that are chosen alike."""
-        chosen = (self.primes, self.equal, self.fixed, self.decided, self.computed, self.given)
+        chosen = (self.primes, self.equal, self.fixed, self.decided, self.computed, self.given, self.marks)
         return self.symbolic, *(pair for pairs in chosen for pair in pairs.items())
 
     @property
@@ -197,7 +206,7 @@ class Sizes:
         found = {}
         for guard in self.symbols.env.guards:
             if against := self._counterexamples(guard.expr):
-                equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
+                equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.marks.values()}
                 if not equal:  # where the size has become a number, see `specialised`
                     found[str(guard.expr.xreplace(self._named))] = against
         return found

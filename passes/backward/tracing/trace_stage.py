@@ -42,6 +42,8 @@ from fxpipe.passes.backward.vmap_ops import untraceable_vmaps, with_vmaps
 from fxpipe.runtime.microbatch import checked_places
 from fxpipe.torch_internals.operator_classes import HigherOrderOperator
 
+Traced = Callable[..., tuple[Trace, Sizes]]
+
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
 # What the first cannot do, the second does or refuses.
 TRACINGS: tuple[Callable[[Task], Tracing], ...] = (ComposedTracing, WholeTracing)
@@ -53,25 +55,41 @@ def trace(program: Program, stage: Stage, arriving: Sequence[str], orders: Order
     reason = untraceable(program, stage)
     if reason:
         raise Refused(reason, by_ops=True)
+    traced = partial(_traced, program, stage, arriving, orders, known)
     try:
-        found, sizes = _traced(program, stage, arriving, orders, known)
+        return _for_all_sizes(traced, bool(program.graph.sizes))
+    except Refused as error:
+        if not program.graph.conditions:
+            raise
+        refused = error
+    try:  # what is refused may be sizes that the graph is not for
+        return _for_all_sizes(partial(traced, fitting=True), True)
+    except Refused:
+        raise refused from None
+
+
+def _for_all_sizes(traced: Traced, sized: bool) -> Trace:
+    """The trace, if it is the same for all sizes. `sized`: whether any vary."""
+    try:
+        found, sizes = traced()
     except Untraceable as error:  # some functions know no symbols
-        if not program.graph.sizes:
+        if not sized:
             raise Refused(str(error)) from error
         try:
-            found, sizes = _traced(program, stage, arriving, orders, known, symbolic=False)
+            found, sizes = traced(symbolic=False)
         except Untraceable:
             raise Refused(str(error)) from error
     if sizes.specialised:  # some ops may hold for this size only
-        again, _ = _traced(program, stage, arriving, orders, known, 1, sizes.symbolic)
+        again, _ = traced(turn=1, symbolic=sizes.symbolic)
         if again != found:
             raise Refused("its ops are not the same for every size")
-    if not _holds_elsewhere(partial(_traced, program, stage, arriving, orders, known), found, sizes):
-        raise Refused(f"its ops depend on sizes: {', '.join(sizes.conditions())}")
+    if not _holds_elsewhere(traced, found, sizes):
+        first, *others = sorted(sizes.conditions(), key=len)
+        raise Refused(f"its ops depend on sizes: {first}" + f", and {len(others)} more conditions" * bool(others))
     return found
 
 
-def _holds_elsewhere(traced: Callable[..., tuple[Trace, Sizes]], found: Trace, sizes: Sizes) -> bool:
+def _holds_elsewhere(traced: Traced, found: Trace, sizes: Sizes) -> bool:
     """Whether the trace is the same for sizes for which these conditions do not hold: what torch asks may be about
     strides only. Where torch refuses all sizes that are tried, so it does in a run."""
     asked = sizes.conditions()
@@ -100,9 +118,11 @@ def layouts(program: Program, known: KnownTraces) -> Orders:
     for stage in program.stages:
         if untraceable(program, stage):
             continue
-        for symbolic in (True, False):  # as `trace`, which finds the ops known then
+        traced = partial(_traced, program, stage, (), orders, known)
+        # As `trace`, which finds the ops known then.
+        for way in (traced, partial(traced, symbolic=False), partial(traced, fitting=True)):
             try:
-                found = _traced(program, stage, (), orders, known, symbolic=symbolic)[0]
+                found = way()[0]
             except (Refused, Untraceable):
                 continue
             orders |= found.orders
@@ -149,8 +169,10 @@ def _traced(
     turn: int = 0,
     symbolic: bool = True,
     given: Mapping[str, int] = MappingProxyType({}),
+    fitting: bool = False,
 ) -> tuple[Trace, Sizes]:
-    """One trace. `turn`, `symbolic`, `given`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
+    """One trace. `turn`, `symbolic`, `given`, `fitting`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot
+    do it."""
     program, stage = with_vmaps(program, stage)
     numbers = numbers_in(value for op in stage.ops for value in (op.args, dict(op.kwargs)))
     shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
@@ -166,9 +188,8 @@ def _traced(
         of_ops[op.name] = tuple(own[op.name]) or tuple(dict.fromkeys(read))
     for tracing in TRACINGS:
         try:
-            sizes = Sizes(
-                named, numbers | numbers_in(shapes), turn, symbolic, given, program.graph.conditions, bounds, computed
-            )
+            every, conditions = numbers | numbers_in(shapes), program.graph.conditions
+            sizes = Sizes(named, every, turn, symbolic, given, conditions, bounds, computed, fitting)
         except ValueError as error:
             raise Refused(str(error)) from None
         traces = known.taken(sizes, device_of(stage.device))

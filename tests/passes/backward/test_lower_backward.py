@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+from contextlib import closing
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import fxpipe
 from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.backward import Backward, halves
@@ -172,3 +176,41 @@ def test_a_size_that_conditions_leave_no_choice_is_a_number(condition: str, fixe
     sizes = Sizes(("b", "seq"), (), conditions=(condition,))
     assert sizes.fixed == fixed
     assert {*sizes.primes, *sizes.fixed} == {"b", "seq"}
+    assert sizes.marks == sizes.primes
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_where_no_prime_fits_a_number_does_by_which_no_size_is_recognised(turn: int) -> None:
+    conditions = "seq < 40", "other == seq"
+    sizes = Sizes(("b", "seq", "other"), range(2, 50), turn, conditions=conditions, fitting=True)
+    assert sizes.primes["seq"] == (31, 29)[turn]
+    assert sizes.marks.keys() == {"b"}
+    assert sizes.equal == {"other": "seq"}
+
+
+class Counting(nn.Module):
+    """A table of 40 rows, and an op with each number up to 40, so that no prime is left for the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.randn(40, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.table[: x.shape[1]]
+        for number in range(2, 41):
+            h = h + h[..., :1] / number
+        return self.head(h)
+
+
+def test_a_length_for_which_no_prime_fits_is_no_reason_for_autograd() -> None:
+    torch.manual_seed(0)
+    model = Counting().double()
+    twin = copy.deepcopy(model)
+    with closing(fxpipe.compile(model, 2, 2)) as pipe:
+        for length in (7, 40, 31):
+            x, y = torch.randn(2, 4, length, 4, dtype=torch.float64)
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+            F.mse_loss(twin(x), y).backward()
+            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+            assert "by autograd" not in pipe.explain()
