@@ -18,10 +18,10 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.graph.graph import Graph, Op, may_cross
+from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.legal_cuts import ties, vmaps
 from fxpipe.ir.graph.shared_memory_values import memory_of
-from fxpipe.ir.graph.value_types import sized_by_data
+from fxpipe.ir.graph.value_types import may_cross, sized_by_data
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Move, Program, Stage

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxpipe.ir.graph.graph import NO_VALUE, Op, Origin, Ref, Region, op_name, rename
+from fxpipe.ir.graph.graph import Op, Origin, Ref, Region, op_name, rename
 from fxpipe.ir.graph.ops import VIEWS
-from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.value_types import NO_VALUE, Dim, TensorType, TupleType, ValueType
 from fxpipe.ir.operators.batch_norm_ops import with_one_value
 from fxpipe.ir.program.backward import Backward
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fxpipe.ir.graph.graph import NO_VALUE, Op, Ref, called
+from fxpipe.ir.graph.graph import Op, Ref, called
 from fxpipe.ir.graph.legal_cuts import vmaps
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.graph.value_types import TupleType, ValueType, in_vmap
+from fxpipe.ir.graph.value_types import NO_VALUE, TupleType, ValueType, in_vmap
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 
 PREPARE = "lazy_load_decompositions"  # what torch.vmap calls first

@@ -24,7 +24,7 @@ from typing import Any
 
 from fxpipe.errors import file_name
 
-from .value_types import ObjectType, ScalarType, TensorType, ValueType, sized_by_data
+from .value_types import ScalarType, ValueType
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class State:
     def held(self) -> str:
         """The path under which a stage holds the state: `path`, with the bounds of its `part`.
 
-        >>> State("w", "fc.weight", "parameter", NO_VALUE, part=((0, 4),)).held
+        >>> State("w", "fc.weight", "parameter", ScalarType("float"), part=((0, 4),)).held
         'fc.weight_0_4'
         """
         return "_".join([self.path, *(str(end) for ends in self.part for end in ends)])
@@ -336,11 +336,6 @@ def rename(op: Op, names: Mapping[str, str]) -> Op:
     return replace(op, name=names.get(op.name, op.name), args=args, kwargs=kwargs, writes=writes)
 
 
-def may_cross(type: ValueType) -> bool:
-    """Whether a value of this type may move from one stage to another: tensors of known sizes and plain numbers may."""
-    return isinstance(type, (TensorType, ScalarType)) and not sized_by_data(type)
-
-
 UNKNOWN = "?"  # a condition on a value without a name
 
 
@@ -403,6 +398,3 @@ def show_nest(nest: Any) -> str:
     if isinstance(nest, Mapping):
         return "{" + ", ".join(f"{key!r}: {show_nest(value)}" for key, value in nest.items()) + "}"
     return repr(nest)
-
-
-NO_VALUE = ObjectType("None")

@@ -23,8 +23,9 @@ from itertools import accumulate
 
 from fxpipe.ir.once import once
 
-from .graph import Graph, Op, called, may_cross
+from .graph import Graph, Op, called
 from .shared_memory_values import shares
+from .value_types import may_cross
 
 Spans = Mapping[str, tuple[int, int]]
 ENTER_VMAP, LEAVE_VMAP = "_vmap_increment_nesting", "_vmap_decrement_nesting"

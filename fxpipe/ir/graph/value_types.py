@@ -82,6 +82,7 @@ class ObjectType:
         return self.name
 
 
+NO_VALUE = ObjectType("None")
 VMAP, IN_VMAP = ObjectType("vmap"), ObjectType("tensor in a vmap")  # what enters a vmap, and a tensor inside
 
 ValueType = TensorType | ScalarType | TupleType | ObjectType
@@ -164,6 +165,11 @@ def data_sizes(dim: Dim) -> Mapping[str, str]:
 def sized_by_data(type: ValueType) -> bool:
     """Whether a size of a tensor in `type` is known only when the op that makes it has run."""
     return any(isinstance(dim, str) and "<=" in dim for tensor in tensors(type) for dim in tensor.shape)
+
+
+def may_cross(type: ValueType) -> bool:
+    """Whether a value of this type may move from one stage to another: tensors of known sizes and plain numbers may."""
+    return isinstance(type, (TensorType, ScalarType)) and not sized_by_data(type)
 
 
 def dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:

@@ -22,8 +22,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from fxpipe.ir.drawable import Drawable
-from fxpipe.ir.graph.graph import Graph, Op, State, may_cross, show_op
-from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.graph.graph import Graph, Op, State, show_op
+from fxpipe.ir.graph.value_types import TensorType, ValueType, may_cross
 from fxpipe.ir.program import backward as backwards
 from fxpipe.ir.program.backward import Backward
 from fxpipe.ir.program.device_programs import ALL_REDUCE, REDUCE_SCATTER

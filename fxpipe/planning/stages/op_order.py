@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.ir.graph.graph import Graph, may_cross
+from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import legal_cuts, vmaps
 from fxpipe.ir.graph.shared_memory_values import memory_of
+from fxpipe.ir.graph.value_types import may_cross
 from fxpipe.ir.plan.profile import OpCost
 from fxpipe.ir.program.cheap_ops import cheap_ops
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.ir.graph.graph import NO_VALUE, Op, called
+from fxpipe.ir.graph.graph import Op, called
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.graph.value_types import NO_VALUE, TensorType
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.tracing.fake_tensors import empty, run_op
 from fxpipe.passes.backward.tracing.opaque_vjp import run_whole

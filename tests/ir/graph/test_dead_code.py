@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._functorch.predispatch import _vmap_decrement_nesting, _vmap_increment_nesting
 
 from fxpipe.ir.graph.dead_code import without_dead_ops
-from fxpipe.ir.graph.graph import NO_VALUE, Graph, Input, Op, Origin, Output, Ref, State
-from fxpipe.ir.graph.value_types import IN_VMAP, VMAP, TensorType, ValueType
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, State
+from fxpipe.ir.graph.value_types import IN_VMAP, NO_VALUE, VMAP, TensorType, ValueType
 
 ROW = TensorType("f32", ("b", 4), "cpu")
 Target = Callable[..., Any] | str
