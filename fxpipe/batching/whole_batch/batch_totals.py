@@ -33,6 +33,7 @@ from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called, map_lea
 from fxpipe.ir.graph.op_arguments import argument, arguments
 from fxpipe.ir.graph.ops import DIVIDE, ELEMENTWISE_LOSSES, LABEL_LOSSES, MULTIPLY, ROW_LOSSES, SIZES, WEIGHTED_LOSSES
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType, tensors
+from fxpipe.ir.once import once
 from fxpipe.ir.unique_names import Names
 
 from .mean_shares import with_shares
@@ -75,9 +76,8 @@ def _without_label_means(graph: Graph, values: Sequence[str]) -> Graph | None:
     is known before the graph is followed, which takes long. None if there is no such mean."""
     wanted = [value for value in values if not batch_dims(graph.types[value])]
     names, made = needed(graph, wanted), {op.name: op for op in graph.ops}
-    losses = (op for op in graph.ops if op.name in names and called(op) in LABEL_LOSSES and not batch_dims(op.type))
-    means = (op for op in losses if reduction(arguments(op)) == "mean")
-    if any(labels_may_be_ignored(op, graph.types, made) for op in means):
+    losses = (op for op in graph.ops if op.name in names and called(op) in LABEL_LOSSES)
+    if any(_divided(op, graph, data_only(graph), made) is not None for op in losses):
         return _with_exact_sums(graph, wanted, values)
     return None
 
@@ -296,6 +296,7 @@ class Writer:
 # Numbers over the batch that depend on data alone ---------------------------------------------------------------------
 
 
+@once
 def data_only(graph: Graph) -> set[str]:
     """The values that are computed only from inputs, constants and buffers, without random ops. Parameters are
     excluded, because they have gradients and belong to stages."""

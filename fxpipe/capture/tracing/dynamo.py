@@ -25,6 +25,7 @@ from fxpipe.capture.call_arguments import Leaf
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import left_to_right
+from fxpipe.ir.graph.graph import Origin
 from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.torch_internals.compiling.compiled_code import (
     COMPILED_CODE,
@@ -226,22 +227,22 @@ class TraceModes:
     - "values": what Python reads of inputs is known.
 
     Those that are `barred` are not used any more. `traces_with_values`: how many traces have read values of inputs;
-    `other_values`: whether the current call has others than one of them. `in_vain`: the lines that were refused in
-    every mode, and those, with the modes, that were with all layers in the model's trace; of one call.
+    `other_values`: whether the current call has others than one of them. `in_vain`: the lines, with the
+    modes, that were refused with all layers in the model's trace; of one call.
     """
 
     def __init__(self) -> None:
         self.used: frozenset[str] = frozenset()
         self.barred: frozenset[str] = frozenset()
         self.traces_with_values, self.other_values = 0, False
-        self.in_vain: set[Any] = set()
+        self.in_vain: set[tuple[Origin | None, frozenset[str]]] = set()
 
-    def another(self, refusal: str, line: Any) -> bool:
+    def another(self, refusal: str, line: Origin | None) -> bool:
         """Whether another mode of tracing may avoid this refusal in a line. If not, the next call begins with none."""
         fitting = (mode for mode, signs in TRACE_MODES.items() if any(sign in refusal for sign in signs))
-        news = {mode for mode in fitting if self.may(mode) and line not in self.in_vain}
-        if not news and line is not None:
-            self.in_vain.add(line)
+        news = {mode for mode in fitting if self.may(mode)}
+        if (line, self.used | news) in self.in_vain:
+            news = set()
         self.used = self.used | news if news else frozenset()
         return bool(news)
 

@@ -256,14 +256,14 @@ class StepScheduler(SchedulerBase):
 
     def _row(self, m: Step, j: int) -> None:
         """Run the row of the worker of stage j, or all rows: then each action of each replica."""
-        row, failed, own, step = m.plan.rows[self.devices[j]], m.progress.failed, (m,), m
-        replicas = m.views if m.plan.alone else None
-        by_code = m.by_code and (replicas is None or all(one.by_code for one in chain(*replicas)))
+        row, failed, step = m.plan.rows[self.devices[j]], m.progress.failed, m
+        steps = m.views if m.plan.alone and m.views is not None else ((m,),) * len(self.stages)
+        by_code = all(one.by_code for one in chain(*steps))
         action = method = None
         try:
             with use_stream(m.compute[j]), torch.no_grad() if by_code else nullcontext():
                 for action, method in row:
-                    for step in own if replicas is None else replicas[action.stage]:
+                    for step in steps[action.stage]:
                         if action.micro_batch <= step.last:
                             if failed:
                                 return

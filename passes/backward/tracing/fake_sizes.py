@@ -77,7 +77,7 @@ class Sizes:
         free = [prime for prime in (*PRIMES, *SMALLER) if not any(number and number % prime == 0 for number in numbers)]
         marks = {name: number for name, number in given.items() if number in free}
         free = [prime for prime in free if prime not in given.values()]
-        recognised, used = {*free}, set[int]()
+        used: set[int] = set()
         fixing = filter(None, (re.fullmatch(r"(\w+) (?:== (\d+)|in \[(\d+), .*)", text) for text in conditions))
         fixed = {found[1]: int(found[2] or found[3]) for found in fixing}
         self.rows = {name: number for name, number in fixed.items() if name == BATCH}
@@ -88,21 +88,26 @@ class Sizes:
         for _ in range(turn):
             self._choose(wanted, free, used)
         self.primes, self.equal = self._choose(wanted, free, used)
-        self.marks = {name: number for name, number in self.primes.items() if number in recognised} | marks
+        self.marks = {name: number for name, number in self.primes.items() if number in free} | marks
+        if fitting and not given and self.marks.keys() == self.primes.keys():
+            raise ValueError("every size has a prime that fits")  # so this would be the same trace again
         self.values: dict[str, Any] = {**self.primes, **given}
         if symbolic:
             self.values = {name: self._symbol(name, number) for name, number in self.values.items()}
         self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
         self.values |= {name: dim_size(size, self.values) for name, size in computed.items()}
 
-    def _choose(self, names: Sequence[str], free: list[int], used: set[int]) -> tuple[dict[str, int], dict[str, str]]:
-        """Choose numbers: primes among those that are free, which are taken out, or others that are not `used` yet.
-        Returns them, and the names of the sizes that must be equal to one of these."""
+    def _choose(
+        self, names: Sequence[str], free: Sequence[int], used: set[int]
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """Choose numbers that are not `used` yet, primes among those that are free or others. Returns them, and the
+        names of the sizes that must be equal to one of these."""
         primes, equal = dict[str, int](), dict[str, str]()
         for name in names:
             known = {**self.given, **primes}
             chosen = primes | {one: known[other] for one, other in equal.items()}
-            prime = next((number for number in free if self._meets(chosen | {name: number})), None)
+            left = [number for number in free if number not in used]
+            prime = next((number for number in left if self._meets(chosen | {name: number})), None)
             other = next((one for one in known if self._meets(chosen | {name: known[one]})), None)
             if prime is None and other is not None:
                 equal[name] = other
@@ -112,10 +117,8 @@ class Sizes:
                 self.fixed[name] = fitting[0]  # as where 16 * b == b * seq
                 continue
             rest = (n for n in (*SMALLER, *fitting) if self.fitting and n in fitting and n not in used)
-            primes[name] = number = prime or next(rest, free[0])
-            used.add(number)
-            if number in free:
-                free.remove(number)
+            primes[name] = prime or next(rest, left[0])
+            used.add(primes[name])
         return primes, equal
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:

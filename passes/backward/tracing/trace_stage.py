@@ -58,14 +58,11 @@ def trace(program: Program, stage: Stage, arriving: Sequence[str], orders: Order
     traced = partial(_traced, program, stage, arriving, orders, known)
     try:
         return _for_all_sizes(traced, bool(program.graph.sizes))
-    except Refused as error:
-        if not program.graph.conditions:
-            raise
-        refused = error
-    try:  # what is refused may be sizes that the graph is not for
-        return _for_all_sizes(partial(traced, fitting=True), True)
-    except Refused:
-        raise refused from None
+    except Refused as refused:
+        try:  # what is refused may be sizes that the graph is not for
+            return _for_all_sizes(partial(traced, fitting=True), True)
+        except Refused:
+            raise refused from None
 
 
 def _for_all_sizes(traced: Traced, sized: bool) -> Trace:

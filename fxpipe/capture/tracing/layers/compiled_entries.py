@@ -29,12 +29,12 @@ class CompiledEntries:
         """Forget all of them."""
         self._all = [self._begin()]
 
-    def next_entry(self, tried: int, layers: bool) -> None:
+    def next_entry(self, tried: int, never_right: bool) -> None:
         """The first entry was stale, and `tried` entries in this call: move on to the next one; put a new one first
-        when all were tried. If even new ones are stale, or one that has just been made is because of its `layers`,
+        when all were tried. If even new ones are stale, or the first was stale as soon as it was made (`never_right`),
         trace no layers separately."""
         self._all.append(self._all.pop(0))
         if tried >= len(self._all):
             self._all = [self._begin(), *self._all[: MOST - 1]]
-        if layers or tried > MOST + 1:
+        if never_right or tried > MOST + 1:
             self._layers.give_up()
