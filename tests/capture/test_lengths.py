@@ -206,6 +206,41 @@ def test_where_symbols_are_refused_sizes_are_numbers():
     assert graph.ops[0].target is doubled._opoverload  # nothing is kept whole
 
 
+class Decaying(torch.autograd.Function):
+    """Loops over the words, so that its graph is of one length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Decaying.summed([x[:, t] for t in range(x.shape[1])])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Decaying.summed([grad[:, t] for t in reversed(range(grad.shape[1]))]).flip(1)
+
+    @staticmethod
+    def summed(words):
+        sums = [words[0]]
+        for word in words[1:]:
+            sums.append(sums[-1] / 2 + word)
+        return torch.stack(sums, 1)
+
+
+class Decayed(Words):
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1])
+        return self.out(Decaying.apply(self.embed(ids) + places[:, None]))
+
+
+def test_a_length_that_a_function_has_made_a_number_is_no_size():
+    calls = Calls(Decayed(), dynamic=True)
+    for length in (5, 6, 5):
+        calls(torch.ones(6, length).long())
+        graph = calls.seen[-1]
+        assert graph.inputs[0].type.shape == ("b", length)
+        assert [size.name for size in graph.sizes] == ["b"]
+    assert calls.kinds == 2
+
+
 def test_a_refused_call_says_the_same_and_leaves_the_next_one_its_symbols():
     class Checked(Words):
         def forward(self, ids, width=8):

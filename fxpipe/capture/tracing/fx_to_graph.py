@@ -160,7 +160,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
             if _makes_named_tuple(item):
                 return item.target(*map_leaves(item.args, leaf))  # type: ignore[operator]
             # A size that does not vary.
-            fixed = item.op != "placeholder" and type(env[item]) in (bool, int, float)
+            fixed = type(env[item]) in (bool, int, float) and not (item.op == "placeholder" and item in build.of_node)
             return env[item] if fixed else Ref(build.of_node[item])
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 

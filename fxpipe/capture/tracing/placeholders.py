@@ -21,7 +21,7 @@ from .dynamo import Traced
 from .effects.observed_writes import memory
 from .layers.layer_values import Known
 from .size_names import usual_size
-from .symbolic_sizes import first_symbols, symbol, type_of
+from .symbolic_sizes import constant, first_symbols, symbol, type_of
 
 
 @dataclass
@@ -93,7 +93,12 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
     where = build.traced.names[position]
     found = symbol(env[node]) if not isinstance(value, Tensor) else None
     if not isinstance(where, str):
-        build.of_node[node] = _size_name(build, path_of(build.call, where[0]), where[1], found)
+        fixed, returned = constant(env[node]), any(user.op == "output" for user in node.users)
+        name = _size_name(build, path_of(build.call, where[0]), where[1], found, fixed is None or returned)
+        if name is None:
+            env[node] = fixed
+        else:
+            build.of_node[node] = name
     elif not isinstance(value, Tensor) or _is_boxed(build, position, node):
         name = build.names(path_of(build.call, where))
         if found is not None:
@@ -104,9 +109,10 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
         build.places[name] = position
 
 
-def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) -> str:
-    """The name of a size of an argument. The graph may read the size without reading the tensor; and the size may have
-    become a plain number since (`build.baked`), without a symbol."""
+def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None, needed: bool) -> str | None:
+    """The name of a size of an argument; None if it has turned out to be a plain number, and no name is `needed`. The
+    graph may read the size without reading the tensor; and that of the batch may have become a plain number since
+    (`build.baked`), without a symbol."""
     item = next((item for item in build.inputs if item.path == path), None)
     if item is None:  # another argument that is the same tensor, which the trace has met first
         others = next((paths for paths in paths_of(build.call).values() if path in paths), [])
@@ -119,9 +125,9 @@ def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) 
     name = build.symbols.get(found) if found is not None else None
     if name is None and dim == item.batch_dim:
         name = BATCH
-    elif name is None:
+    elif name is None and needed:
         name = _add_size(build, item.name, path, item.type, dim)
-    if found is not None:
+    if found is not None and name is not None:
         build.symbols[found] = name
     return name
 

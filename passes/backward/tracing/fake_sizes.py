@@ -13,6 +13,7 @@ import ast
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -48,7 +49,8 @@ class Sizes:
     - `marks`: the numbers by which sizes are recognised, all primes but those that occur in the stage, where no other
       fits; `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
 
-    `fake` is the mode in which tensors have these sizes. `numbers` has the names of numbers that the stage computes
+    `fake` is the mode in which tensors have these sizes; `values`: each size, as a symbol or a number; `chosen`: as a
+    number. `numbers` has the names of numbers that the stage computes
     from sizes, such as `b / 8`, by their expressions.
     """
 
@@ -64,7 +66,7 @@ class Sizes:
         computed: Mapping[str, Dim] = MappingProxyType({}),
         fitting: bool = False,
     ) -> None:
-        self.symbolic, self.known, self.given, self.fitting = symbolic, conditions, given, fitting
+        self.symbolic, self.known, self.given, self.fitting = symbolic, tuple(conditions), given, fitting
         self.decided, self.computed = decided, computed
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
@@ -91,11 +93,11 @@ class Sizes:
         self.marks = {name: number for name, number in self.primes.items() if number in free} | marks
         if fitting and not given and self.marks.keys() == self.primes.keys():
             raise ValueError("every size has a prime that fits")  # so this would be the same trace again
-        self.values: dict[str, Any] = {**self.primes, **given}
+        self.chosen: dict[str, int] = self._complete({**self.primes, **given})
+        self.values: dict[str, Any] = self.chosen
         if symbolic:
-            self.values = {name: self._symbol(name, number) for name, number in self.values.items()}
-        self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
-        self.values |= {name: dim_size(size, self.values) for name, size in computed.items()}
+            own = {**self.primes, **given}
+            self.values = self._complete({name: self._symbol(name, number) for name, number in own.items()})
 
     def _choose(
         self, names: Sequence[str], free: Sequence[int], used: set[int]
@@ -109,22 +111,27 @@ class Sizes:
             left = [number for number in free if number not in used]
             prime = next((number for number in left if self._meets(chosen | {name: number})), None)
             other = next((one for one in known if self._meets(chosen | {name: known[one]})), None)
-            if prime is None and other is not None:
+            fitting = [n for n in range(MOST, 0, -1) if self._meets(chosen | {name: n})] if prime is None else []
+            own = [n for n in (*SMALLER, *fitting) if n in fitting and n not in used and n not in known.values()]
+            if prime is None and other is not None and not own:
                 equal[name] = other
                 continue
-            fitting = [n for n in range(MOST, 0, -1) if self._meets(chosen | {name: n})] if prime is None else []
             if len(fitting) == 1:
                 self.fixed[name] = fitting[0]  # as where 16 * b == b * seq
                 continue
-            rest = (n for n in (*SMALLER, *fitting) if self.fitting and n in fitting and n not in used)
-            primes[name] = prime or next(rest, left[0])
+            primes[name] = prime or (own[0] if self.fitting and own else left[0])
             used.add(primes[name])
         return primes, equal
+
+    def _complete(self, values: dict[str, Any]) -> dict[str, Any]:
+        """With the sizes that these and the conditions leave no choice."""
+        values = values | {name: values[other] for name, other in self.equal.items()} | self.fixed
+        return values | {name: dim_size(size, values) for name, size in self.computed.items()}
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
         """Whether the graph may hold for these sizes."""
         numbers = {**self.fixed, **self.given, **numbers, **self.rows}
-        return all(holds(condition, numbers) for condition in self.known)
+        return _all_hold(self.known, frozenset(numbers.items()))
 
     def _symbol(self, name: str, prime: int) -> Any:
         symbol, size = self.symbols.size(name, prime)
@@ -228,6 +235,12 @@ class Sizes:
                     break
             self._against[condition] = found
         return self._against[condition]
+
+
+@lru_cache(maxsize=65536)  # the same sizes are tried for each stage and trace
+def _all_hold(conditions: tuple[str, ...], sizes: frozenset[tuple[str, int]]) -> bool:
+    numbers = dict(sizes)
+    return all(holds(condition, numbers) for condition in conditions)
 
 
 def in_whole_numbers(size: Any) -> Any:

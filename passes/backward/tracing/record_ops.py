@@ -57,6 +57,7 @@ _SIZE_FUNCTIONS: dict[str, Any] = {
     "Mod": operator.mod, "PythonMod": operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
     "Max": max, "Min": min,
 }  # fmt: skip
+SIZE_FUNCTIONS = {*_SIZE_OPERATORS.values(), *_SIZE_FUNCTIONS.values(), operator.neg}  # that compute sizes in a trace
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

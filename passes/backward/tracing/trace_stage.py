@@ -29,6 +29,7 @@ from fxpipe.ir.graph.shared_memory_values import known
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_names
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.refused import Refused
+from fxpipe.passes.backward.tracing.compare_traces import same_at
 from fxpipe.passes.backward.tracing.compose_trace import ComposedTracing
 from fxpipe.passes.backward.tracing.data_sized_ops import decided, decided_by
 from fxpipe.passes.backward.tracing.fake_sizes import Sizes, numbers_in
@@ -99,7 +100,7 @@ def _holds_elsewhere(traced: Traced, found: Trace, sizes: Sizes) -> bool:
                 continue
             except Refused:
                 return False
-            if again != found:
+            if not same_at(others.chosen, found, again):
                 return False
             asked = {text: more for text, more in asked.items() if text in others.conditions()}
             break

@@ -9,6 +9,7 @@ import pytest
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, ToFloat
 
 import fxpipe
@@ -78,6 +79,18 @@ class CausalConvolution(nn.Module):
         return self.out(mixed.transpose(1, 2))  # type: ignore[no-any-return]
 
 
+class Enlarged(nn.Module):
+    """Torch asks for 16 or more samples where it enlarges an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(3, 13, 3, padding=1), nn.Linear(13, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = functional.interpolate(self.into(x), scale_factor=2.0, mode="nearest")
+        return self.out(large.flatten(2).transpose(1, 2)).square().mean()  # type: ignore[no-any-return]
+
+
 def test_code_holds_for_batches_on_both_sides_of_a_number_that_torch_asks_for() -> None:
     model, loss_fn = CausalConvolution().double(), nn.MSELoss()
     plain = copy.deepcopy(model)
@@ -94,6 +107,23 @@ def test_code_holds_for_batches_on_both_sides_of_a_number_that_torch_asks_for() 
             assert pipe.files["stage0.py"].count("slice_backward(") == 1  # `[:]` twice is no work
 
 
+def test_code_of_a_stage_whose_sizes_become_numbers_in_one_of_its_traces() -> None:
+    torch.manual_seed(0)
+    model = Enlarged().double()
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.compile(model, devices=2, chunks=1, cut=["out"])) as pipe:
+        for rows in (4, 13, 17):  # as many as there are channels, too
+            x = torch.randn(rows, 3, 4, 4, dtype=torch.float64)
+            model.zero_grad()
+            plain.zero_grad()
+            expected = plain(x)
+            expected.backward()
+            torch.testing.assert_close(pipe.step(x), expected)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        assert not any(stage.autograd_because for stage in pipe.build.program.stages)
+
+
 def test_sizes_that_are_given() -> None:
     sizes = Sizes(("b", "seq"), (), given={"b": 4}, conditions=("seq == 2*b",))
     assert (sizes.primes, sizes.fixed) == ({}, {"seq": 8})
@@ -101,3 +131,12 @@ def test_sizes_that_are_given() -> None:
     assert sizes.text(12) == 12
     assert Sizes(("b", "seq"), (), given={"b": 4}, conditions=("seq == b",)).equal == {"seq": "b"}
     assert [Sizes(("b",), numbers, given={"b": 13}).text(39) for numbers in ((), (26,))] == ["3*b", 39]
+
+
+@pytest.mark.parametrize("fitting", [False, True])
+def test_a_size_is_not_taken_to_be_the_one_that_is_given(fitting: bool) -> None:
+    every_small_prime = (3 * 5 * 7 * 11 * 13 * 29 * 31 * 61,)  # so that none fits
+    sizes = Sizes(("b", "seq"), every_small_prime, given={"b": 13}, conditions=("seq <= 64",), fitting=fitting)
+    assert not sizes.equal
+    assert sizes.chosen["b"] == 13
+    assert (sizes.chosen["seq"] <= 64) is fitting
