@@ -8,13 +8,13 @@ other names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from fxpipe.ir.graph.graph import Op, map_refs, rename
+from fxpipe.ir.graph.graph import Op, Ref, map_refs, rename
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, ValueType, dim_size
-from fxpipe.passes.backward.tracing.record_ops import SIZE_FUNCTIONS
+from fxpipe.passes.backward.tracing.record_ops import SIZE_FUNCTIONS, aten
 from fxpipe.passes.backward.tracing.traces import Piece, Trace
 
 
@@ -26,8 +26,11 @@ def same_at(sizes: Mapping[str, int], one: Trace, other: Trace) -> bool:
 def _at(sizes: Mapping[str, int], trace: Trace) -> Trace:
     """The trace with numbers in place of sizes, and with numbered names."""
     numbers: dict[str, Any] = dict(sizes)
-    forward = [list(_without_sizes(piece.ops, numbers)) for piece in trace.pieces]
-    backward = list(_without_sizes(trace.backward, numbers))
+    written = {
+        name for ops in (*(piece.ops for piece in trace.pieces), trace.backward) for op in ops for name in op.writes
+    }
+    forward = [_reshaped(_without_sizes(piece.ops, numbers), written) for piece in trace.pieces]
+    backward = _reshaped(_without_sizes(trace.backward, numbers), written)
     gradients = [gradient for _, gradient in trace.roots if gradient]
     made = [*gradients, *(op.name for ops in (*forward, backward) for op in ops)]
     names = {name: f"%{number}" for number, name in enumerate(made)}
@@ -55,6 +58,21 @@ def _without_sizes(ops: Iterable[Op], numbers: dict[str, Any]) -> Iterator[Op]:
             numbers[op.name] = op.target(*sized.args)  # type: ignore[operator]
         else:
             yield sized
+
+
+def _reshaped(ops: Iterable[Op], written: Set[str]) -> list[Op]:
+    """The ops, with a view in place of a copy and its view: torch makes a copy where it does not know from symbols
+    whether a tensor can be viewed."""
+    found: list[Op] = []
+    for op in ops:
+        copied = found[-1] if found and found[-1].target is aten.clone.default else None
+        if copied and op.target is aten._unsafe_view.default and op.args[0] == Ref(copied.name):
+            given, shape = copied.args[0], op.args[1]
+            if written.isdisjoint((given.name, copied.name, op.name)):
+                found[-1] = replace(op, target=aten.view.default, args=(given, shape))
+                continue
+        found.append(op)
+    return found
 
 
 def _sized(op: Op, numbers: Mapping[str, Any]) -> Op:

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +72,7 @@ class Sizes:
         self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
         self._names: dict[sympy.Symbol, str] = {}
         self._against: dict[sympy.Expr, list[dict[str, int]]] = {}
+        self._asked: dict[str, sympy.Expr] = {}  # by their texts
         self.symbols = Symbols(cached=not symbolic)  # an entry costs more than it saves where shapes are symbols
         self.fake = self.symbols.fake
         self.numbers: dict[Any, str] = {}
@@ -197,12 +198,11 @@ class Sizes:
         return self.symbolic, *(pair for pairs in chosen for pair in pairs.items())
 
     @property
-    def untouched(self) -> bool:
-        """Whether another stage may be traced with these sizes: torch has found out nothing about them that does not
-        hold for all."""
-        return not (self.numbers or self.symbols.env.replacements or self.conditions()) and (
-            self.symbols.env.var_to_range.keys() <= self._named.keys()
-        )
+    def reusable(self) -> bool:
+        """Whether another stage may be traced with these sizes. What torch has found out about them counts as found in
+        that stage, too, unless it is about values of this one, or is that a size is a number."""
+        env = self.symbols.env
+        return not (self.numbers or env.replacements) and env.var_to_range.keys() <= self._named.keys()
 
     @property
     def specialised(self) -> bool:
@@ -218,22 +218,25 @@ class Sizes:
             if against := self._counterexamples(guard.expr):
                 equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.marks.values()}
                 if not equal:  # where the size has become a number, see `specialised`
-                    found[str(guard.expr.xreplace(self._named))] = against
+                    text = str(guard.expr.xreplace(self._named))
+                    found[text], self._asked[text] = against, guard.expr
         return found
+
+    def holding(self, conditions: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Those of the conditions that hold for these sizes."""
+        return {text: value for text, value in conditions.items() if self._is_true(self._asked[text], sizes)}
+
+    def _is_true(self, condition: Any, sizes: Mapping[str, int]) -> bool:
+        numbers = {symbol: sympy.Integer(sizes[self._names[symbol]]) for symbol in condition.free_symbols}
+        return bool(condition.xreplace(numbers) == sympy.true)
 
     def _counterexamples(self, condition: Any) -> list[dict[str, int]]:
         """Some sizes for which a condition does not hold, of those that are tried, and for which the graph may hold."""
         if condition not in self._against:
-            symbols = sorted(condition.free_symbols, key=str)
-            found = []
-            for numbers in product(TRIED, repeat=len(symbols)):
-                sizes = {self._names[symbol]: number for symbol, number in zip(symbols, numbers, strict=True)}
-                pairs = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
-                if self._meets(sizes) and condition.xreplace(pairs) != sympy.true:
-                    found.append(sizes)
-                if len(found) == ENOUGH:
-                    break
-            self._against[condition] = found
+            names = [self._names[symbol] for symbol in sorted(condition.free_symbols, key=str)]
+            tried = (dict(zip(names, numbers, strict=True)) for numbers in product(TRIED, repeat=len(names)))
+            failing = (sizes for sizes in tried if self._meets(sizes) and not self._is_true(condition, sizes))
+            self._against[condition] = list(islice(failing, ENOUGH))
         return self._against[condition]
 
 

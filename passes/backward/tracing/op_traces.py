@@ -171,20 +171,21 @@ class _OpRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 class KnownTraces:
     """The traces of ops that the stages of a program share, by their sizes and device, within the regions `around` all
-    ops: autocast where the step is called. What torch finds out about sizes in one stage, and what does not hold for
-    all, is not known in another. `numbers`: those that stages give each other, as sizes."""
+    ops: autocast where the step is called. `numbers`: those that stages give each other, as sizes; `inseparable`:
+    stages of which some op may do more than its own trace tells."""
 
     def __init__(self, around: tuple[Region, ...]) -> None:
         self.around = around
         self.traces: dict[Any, OpTraces] = {}
         self.numbers: dict[str, Dim] = {}
+        self.inseparable: set[int] = set()
 
     def taken(self, sizes: Sizes, device: torch.device) -> OpTraces:
         """Those for such sizes, if any: only `keep` makes them known again."""
         return self.traces.pop((sizes.key, device), None) or OpTraces(sizes, device, self.around)
 
     def keep(self, traces: OpTraces) -> None:
-        if traces.sizes.untouched:
+        if traces.sizes.reusable:
             self.traces[traces.sizes.key, traces.device] = traces
 
 
@@ -223,7 +224,8 @@ class OpTrace:
         self.histories = [*map(_history, self.stand_ins)]
         value = self._run()
         written = {name for one in self.recorder.ops for name in one.writes}
-        self.writes = [number for number in range(len(forms)) if f"<{number}" in written]
+        changed = {self.recorder.memory[name][0] for name in written}  # x[i] = y writes a view of x
+        self.writes = [number for number in range(len(forms)) if f"<{number}" in changed]
         self.outputs: list[Tensor] = []
         self.gives: list[Given] = []
         self.places: dict[int, Place] = {}

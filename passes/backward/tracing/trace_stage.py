@@ -37,6 +37,7 @@ from fxpipe.passes.backward.tracing.fake_tensors import device_of
 from fxpipe.passes.backward.tracing.op_traces import KnownTraces
 from fxpipe.passes.backward.tracing.opaque_vjp import inseparable
 from fxpipe.passes.backward.tracing.record_ops import Recorder
+from fxpipe.passes.backward.tracing.tensor_forms import Inseparable
 from fxpipe.passes.backward.tracing.trace_whole import WholeTracing
 from fxpipe.passes.backward.tracing.traces import Orders, Task, Trace, Tracing, run_tracing
 from fxpipe.passes.backward.vmap_ops import untraceable_vmaps, with_vmaps
@@ -95,16 +96,27 @@ def _holds_elsewhere(traced: Traced, found: Trace, sizes: Sizes) -> bool:
         _, against = asked.popitem()
         for given in against:
             try:
-                again, others = traced(given=given)
+                chosen = _same_at(given, traced, found, sizes.symbolic)
             except Untraceable:
                 continue
-            except Refused:
+            if chosen is None:
                 return False
-            if not same_at(others.chosen, found, again):
-                return False
-            asked = {text: more for text, more in asked.items() if text in others.conditions()}
+            asked = sizes.holding(asked, chosen)
             break
     return True
+
+
+def _same_at(given: Mapping[str, int], traced: Traced, found: Trace, symbolic: bool) -> Mapping[str, int] | None:
+    """The sizes of another trace, with those that are `given`, that is the same as this one; None if it is not. Plain
+    numbers are much faster than symbols, but torch may take other functions for them."""
+    for symbols in (False, True) if symbolic else (False,):
+        try:
+            again, sizes = traced(given=given, symbolic=symbols)
+        except Refused:
+            continue
+        if same_at(sizes.chosen, found, again):
+            return sizes.chosen
+    return None
 
 
 def layouts(program: Program, known: KnownTraces) -> Orders:
@@ -184,7 +196,7 @@ def _traced(
     for op in stage.ops if bounds else ():  # none of these sizes comes from another stage
         read = (name for one in op.reads for name in decided(program.types[one]))
         of_ops[op.name] = tuple(own[op.name]) or tuple(dict.fromkeys(read))
-    for tracing in TRACINGS:
+    for tracing in TRACINGS[-1:] if stage.index in known.inseparable else TRACINGS:
         try:
             every, conditions = numbers | numbers_in(shapes), program.graph.conditions
             sizes = Sizes(named, every, turn, symbolic, given, conditions, bounds, computed, fitting)
@@ -200,6 +212,8 @@ def _traced(
             return found, traces.sizes
         except Exception as error:  # whatever torch cannot do with fake tensors
             reason = error
+            if isinstance(error, Inseparable):
+                known.inseparable.add(stage.index)
     if isinstance(reason, Refused):
         raise reason
     said = str(reason).strip().split("\n")[0]

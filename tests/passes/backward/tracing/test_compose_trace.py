@@ -73,6 +73,34 @@ class Deep(nn.Module):
         return x
 
 
+class Filled(nn.Module):
+    """Layers that write what they compute into a tensor, place by place, as gated delta rules do."""
+
+    def __init__(self, layers: int, spoil: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.spoil = spoil
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            out, h = torch.zeros_like(x), layer(x)
+            squared = h.square() if self.spoil == "read before" else h
+            view = h[:, 0] if self.spoil == "seen by a view" else None
+            for place in range(3):
+                out[:, place] = torch.tanh(h[:, place] + (out[:, place - 1] if self.spoil == "read between" else 1))
+            if self.spoil:
+                h[:, 1] = out[:, 0]
+            out[:, 3:] = h[:, 3:]
+            x = out + squared + (0 if view is None else view[:, None])
+        return x
+
+
+@pytest.mark.parametrize("spoil", ["", "written", "read before", "read between", "seen by a view"])
+def test_what_is_written_by_its_index(monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
+    graph = coded(Filled(2, spoil), torch.randn(6, 5, 8)).graph
+    check(monkeypatch, graph, plan(graph, len(graph.ops)))
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often ops have been traced, and their backwards."""
@@ -93,11 +121,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_deeper_models_need_no_more_traces(counted: Counter[str]) -> None:
+@pytest.mark.parametrize("kind", [Deep, Filled])
+def test_deeper_models_need_no_more_traces(counted: Counter[str], kind: type[nn.Module]) -> None:
     found = []
     for layers in (3, 6):
         counted.clear()
-        program = coded(Deep(layers), torch.randn(6, 5, 8))
+        program = coded(kind(layers), torch.randn(6, 5, 8))
         assert program.stages[0].backward is not None, program.stages[0].autograd_because
         found.append(dict(counted))
     assert found[0] == found[1]
