@@ -93,8 +93,9 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
     where = build.traced.names[position]
     found = symbol(env[node]) if not isinstance(value, Tensor) else None
     if not isinstance(where, str):
-        fixed, returned = constant(env[node]), any(user.op == "output" for user in node.users)
-        name = _size_name(build, path_of(build.call, where[0]), where[1], found, fixed is None or returned)
+        fixed = constant(env[node])
+        needed = fixed is None or any(user.op == "output" for user in node.users)  # what is returned has a name
+        name = _size_name(build, path_of(build.call, where[0]), where[1], found, needed)
         if name is None:
             env[node] = fixed
         else:

@@ -50,8 +50,8 @@ class Sizes:
       fits; `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
 
     `fake` is the mode in which tensors have these sizes; `values`: each size, as a symbol or a number; `chosen`: as a
-    number. `numbers` has the names of numbers that the stage computes
-    from sizes, such as `b / 8`, by their expressions.
+    number. `numbers` has the names of numbers that the stage computes from sizes, such as `b / 8`, by their
+    expressions.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Sizes:
         return self._against[condition]
 
 
-@lru_cache(maxsize=65536)  # the same sizes are tried for each stage and trace
+@lru_cache(maxsize=8192)  # the same sizes are tried for each stage and trace
 def _all_hold(conditions: tuple[str, ...], sizes: frozenset[tuple[str, int]]) -> bool:
     numbers = dict(sizes)
     return all(holds(condition, numbers) for condition in conditions)
