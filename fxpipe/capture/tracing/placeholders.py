@@ -21,7 +21,7 @@ from .dynamo import Traced
 from .effects.observed_writes import memory
 from .layers.layer_values import Known
 from .size_names import usual_size
-from .symbolic_sizes import constant, first_symbols, symbol, type_of
+from .symbolic_sizes import first_symbols, symbol, text, type_of
 
 
 @dataclass
@@ -93,11 +93,11 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
     where = build.traced.names[position]
     found = symbol(env[node]) if not isinstance(value, Tensor) else None
     if not isinstance(where, str):
-        fixed = constant(env[node])
-        needed = fixed is None or any(user.op == "output" for user in node.users)  # what is returned has a name
+        size = text(env[node], build.symbols)
+        needed = type(size) is not int or any(user.op == "output" for user in node.users)  # what is returned has a name
         name = _size_name(build, path_of(build.call, where[0]), where[1], found, needed)
         if name is None:
-            env[node] = fixed
+            env[node] = size
         else:
             build.of_node[node] = name
     elif not isinstance(value, Tensor) or _is_boxed(build, position, node):

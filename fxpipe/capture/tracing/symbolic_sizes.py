@@ -30,12 +30,6 @@ def symbol(size: Any) -> sympy.Symbol | None:
     return None
 
 
-def constant(size: Any) -> int | None:
-    """The number that a size has turned out to be for good; None if it varies."""
-    is_fixed = isinstance(size, torch.SymInt) and size.node.expr.is_number
-    return int(size) if is_fixed or type(size) is int else None
-
-
 def first_symbols(size: torch.SymInt) -> set[sympy.Symbol]:
     """The symbols of a size before it turned out to be equal to another: guards speak of these."""
     return set(size.node._expr.free_symbols)

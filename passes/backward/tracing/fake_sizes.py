@@ -94,10 +94,10 @@ class Sizes:
         self.marks = {name: number for name, number in self.primes.items() if number in free} | marks
         if fitting and not given and self.marks.keys() == self.primes.keys():
             raise ValueError("every size has a prime that fits")  # so this would be the same trace again
-        self.chosen: dict[str, int] = self._complete({**self.primes, **given})
+        own = {**self.primes, **given}
+        self.chosen: dict[str, int] = self._complete(own)
         self.values: dict[str, Any] = self.chosen
         if symbolic:
-            own = {**self.primes, **given}
             self.values = self._complete({name: self._symbol(name, number) for name, number in own.items()})
 
     def _choose(

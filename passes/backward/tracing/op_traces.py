@@ -223,15 +223,15 @@ class OpTrace:
         self.edges = [*map(_edge, self.stand_ins)]
         self.histories = [*map(_history, self.stand_ins)]
         value = self._run()
-        written = {name for one in self.recorder.ops for name in one.writes}
-        changed = {self.recorder.memory[name][0] for name in written}  # x[i] = y writes a view of x
+        memory = self.recorder.memory
+        changed = {memory[name][0] for one in self.recorder.ops for name in one.writes}  # x[i] = y writes a view of x
         self.writes = [number for number in range(len(forms)) if f"<{number}" in changed]
         self.outputs: list[Tensor] = []
         self.gives: list[Given] = []
         self.places: dict[int, Place] = {}
         for number, tensor in enumerate(self.stand_ins):
             self._read(number, tensor)
-        self._check(value, written)
+        self._check(value, changed)
         self.value = map_values(value, Tensor, self._place)
         names = self.recorder.names
         items = dict(enumerate(value)) if isinstance(value, (tuple, list)) else {None: value}
@@ -261,10 +261,9 @@ class OpTrace:
             self.gives.append(self._given(tensor, number))
             self.outputs.append(tensor)
 
-    def _check(self, value: Any, written: Collection[str]) -> None:
-        """The op has done nothing that other ops may see besides its value and what it writes."""
+    def _check(self, value: Any, changed: Collection[str]) -> None:
+        """The op has done nothing that other ops may see besides its value and the memory that it has `changed`."""
         names, memory = self.recorder.names, self.recorder.memory
-        changed = {memory[name][0] for name in written}
         graded = any(form.grad for form in self.forms)
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if not isinstance(item, (Tensor, *PLAIN, torch.Size)):
