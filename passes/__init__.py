@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph
@@ -77,11 +77,14 @@ def lower(
     owners: Mapping[str, str] | None = None,
     patterns: tuple[CollectivePattern, ...] = (),
     sizes: Mapping[str, int] | None = None,
+    traces: dict[Any, Any] | None = None,
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it; `samples`, `segmented`, `backward`, `owners` and `sizes` as in `PassContext`, `patterns` as its `collectives`.
+    it; `samples`, `segmented`, `backward`, `owners`, `sizes` and `traces` as in `PassContext`, `patterns` as its
+    `collectives`.
     Raises PlanError where the model cannot be cut as planned."""
-    context = PassContext(plan, samples, segmented, backward, owners or {}, patterns, sizes or {})
+    known = {} if traces is None else traces
+    context = PassContext(plan, samples, segmented, backward, owners or {}, patterns, sizes or {}, known)
     program = _step("cut", lambda: cut(graph, plan, straight=segmented), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)

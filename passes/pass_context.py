@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fxpipe.ir.operators.collective_patterns import CollectivePattern
 from fxpipe.ir.plan.plan import Plan
@@ -23,6 +24,7 @@ class PassContext:
       that uses it.
     - `sizes`: a number for each symbolic size of a micro-batch, to weigh what is kept.
     - `collectives`: ops placed one by one that may be collectives of ranks.
+    - `traces`: those of ops that other lowerings of the same graph have made; those that a pass makes are added.
     """
 
     plan: Plan
@@ -32,3 +34,4 @@ class PassContext:
     owners: Mapping[str, str] = field(default_factory=dict)
     collectives: tuple[CollectivePattern, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
+    traces: dict[Any, Any] = field(default_factory=dict)

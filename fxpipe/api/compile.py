@@ -168,10 +168,10 @@ def compile(
       keeping what it computed: "never" (none), "except_last" (all of a batch but the last), "always" (all).
       "selective", with backward="code": only ops that are cheap to compute are recomputed, where less is kept then;
       calls, and stages that autograd trains, run as with "except_last". A set of stage numbers: "except_last" for
-      these, "never" for the others. "auto": "except_last" for the stages where a device then keeps less at its
-      simulated peak, else "never"; with `memory_limit`, what is the fastest within it. If backward follows right on its
-      forward, nothing is recomputed. Default "auto": it saves memory where it can, as a step that does not fit cannot
-      run; these stages compute about a third more.
+      these, "never" for the others. "auto": for each stage the first of "never", "selective" and "except_last" with
+      which its device keeps no more, at its simulated peak, than if all stages had "except_last"; with `memory_limit`,
+      what is the fastest within it. If backward follows right on its forward, nothing is recomputed. Default "auto": it
+      saves memory where it can, as a step that does not fit cannot run; these stages compute up to a third more.
     - `memory_limit`: the bytes that each device may use in a step. What stages recompute is then chosen so that the
       simulated step is the shortest within the limit. That holds for batches of the size of the first; larger ones may
       need more. On CPU workers only what is kept for backward counts, as in `pipe.timeline.high_water`: exact with

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.what_if import one_more_server, widened
 from fxpipe.ir.units import show_seconds
-from fxpipe.pipe.build.phase_timing import timed
+from fxpipe.pipe.progress import timed
 from fxpipe.pipe.results.searched import Searched
 
 from .search import search

@@ -24,11 +24,10 @@ from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.ir.units import count, show_seconds
 from fxpipe.pipe.build.call_binding import as_call
-from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.options.unknown_options import refuse_unknown
-from fxpipe.pipe.progress import working
+from fxpipe.pipe.progress import timed, working
 from fxpipe.pipe.results.find_plan import find_plan, most_sharding
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers

@@ -19,11 +19,10 @@ from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.sample_lists import BatchDim
 from fxpipe.pipe.build.call_binding import batch_size, measured, micro_batch_sizes
-from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import PROFILE
-from fxpipe.pipe.progress import working
+from fxpipe.pipe.progress import timed, working
 from fxpipe.profiling import estimate
 from fxpipe.profiling.calibrate import calibrate
 from fxpipe.profiling.cast_types import cast

@@ -18,11 +18,10 @@ from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.operators.operators import OperatorGraph, micro_batch_numbers
 from fxpipe.ir.units import count
 from fxpipe.pipe.build.call_binding import as_call
-from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import SEARCH, read_cluster
 from fxpipe.pipe.options.unknown_options import refuse_unknown
-from fxpipe.pipe.progress import working
+from fxpipe.pipe.progress import timed, working
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.operators.reading.read_operators import read
 

@@ -36,9 +36,9 @@ from fxpipe.pipe.build.build import Build, rehearsed
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
 from fxpipe.pipe.build.call_binding import batch_size
-from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
+from fxpipe.pipe.progress import timed
 from fxpipe.pipe.results import pipe_picture, pipe_report
 from fxpipe.pipe.results.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
 from fxpipe.pipe.results.comparison import Comparison

@@ -1,6 +1,7 @@
 """Progress of slow work: a line in the log when it begins, and, if standard error is a terminal, a line there with the
 elapsed time, which disappears when the work ends. Elsewhere, as in the files of a cluster, work that takes about a
-second is one plain line on standard error, unless the log has it already, or hides even warnings.
+second is one plain line on standard error, unless the log has it already, or hides even warnings. At debug level the
+log says how long each phase takes.
 
     logging.basicConfig(level=logging.INFO)                    INFO:fxpipe:capturing UNet: first call
     otherwise                                                  fxpipe: capturing UNet: first call
@@ -14,15 +15,29 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from time import perf_counter
 
 from tqdm import tqdm
 
-from fxpipe.pipe.build.phase_timing import log, phases
+log = logging.getLogger("fxpipe")
+phases: list[str] = []  # the phases that are running, the outermost first
 
 TICK = 0.2  # seconds; shorter work shows no line on a terminal,
 LATE = 0.9  # and none elsewhere
 PLAIN, LIMITED = "fxpipe: {desc}{postfix} [{elapsed}]", "fxpipe: {desc}{postfix} {n:.0f} of {total:.0f} s |{bar}|"
 one_line = threading.Lock()  # held while a line is shown: at most one in a process
+
+
+@contextmanager
+def timed(phase: str) -> Iterator[None]:
+    """A context that logs its time in milliseconds, unless it raises."""
+    start = perf_counter()
+    phases.append(phase)
+    try:
+        yield
+    finally:
+        phases.remove(phase)
+    log.debug("%s: %.1f ms", phase, 1e3 * (perf_counter() - start))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fxpipe.engines.local.forward_engine import Pipeline
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 
 from .build.compiled.compiled_stages import Backend, compile_stages
-from .build.phase_timing import timed
+from .progress import timed
 
 Scheduler = Pipeline | StepScheduler | RankScheduler
 Bind = Callable[[ModuleType], Scheduler]

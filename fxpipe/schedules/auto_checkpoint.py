@@ -1,5 +1,5 @@
 """What each stage recomputes: the fastest choice in which every device stays within its memory; and, where nothing
-limits memory, only what makes a device keep less.
+limits memory, as little as lets no device keep more than with the most of it.
 
 What a device keeps depends on its own row alone: no other device changes the order in which it keeps and frees. So
 each device has its own choices that fit. Of these, only the ones that no other one beats in every action matter: a step
@@ -76,30 +76,44 @@ def auto_checkpoint(
 
 
 def where_it_saves(
-    schedule_of: Callable[[Sequence[StageCost]], Schedule], costs: Sequence[StageCost], devices: Sequence[str]
-) -> tuple[str, ...]:
-    """The mode of each stage: as in its cost, or "never" where no device then needs more memory at its peak. Of the
-    stages of a device, the last ones come first: under most schedules they keep the fewest micro-batches.
-    `schedule_of`: the schedule of a step with such costs; `devices` are names, one per row.
+    schedule_of: Callable[[Sequence[StageCost]], Schedule],
+    options: Sequence[Sequence[StageCost]],
+    devices: Sequence[str],
+) -> tuple[StageCost, ...]:
+    """For each stage one of its `options`, from the fastest to the one that keeps least: the first with which no device
+    needs more memory at its peak than with the last ones everywhere. Of the stages of a device, the last ones come
+    first: under most schedules they keep the fewest micro-batches. `schedule_of`: the schedule of a step with such
+    costs; `devices` are names, one per row.
 
     >>> from fxpipe.schedules.one_f_one_b import one_f_one_b
-    >>> costs = [StageCost(1, 2, saved=100, taken=10, checkpoint="except_last", keeps_at_once=True)] * 3
-    >>> where_it_saves(lambda costs: one_f_one_b(3, 4), costs, ("a", "b", "c"))
-    ('except_last', 'never', 'never')
+    >>> never = StageCost(1, 2, saved=100, taken=10, keeps_at_once=True)
+    >>> modes = [never, replace(never, checkpoint="except_last")]
+    >>> chosen = where_it_saves(lambda costs: one_f_one_b(3, 4), [modes] * 3, ("a", "b", "c"))
+    >>> [cost.checkpoint for cost in chosen]
+    ['except_last', 'never', 'never']
     """
-    rows = schedule_of(costs).stages
 
-    def fits(some: Sequence[StageCost]) -> list[bool]:
-        return [peak <= limit for peak, limit in zip(_peaks(schedule_of(some), some, devices), most, strict=True)]
+    def costs(places: Sequence[int]) -> tuple[StageCost, ...]:
+        return tuple(several[place] for several, place in zip(options, places, strict=True))
 
-    now, most = list(costs), _peaks(schedule_of(costs), costs, devices)
-    for at in range(max(map(len, rows))):
-        turn = [sorted(row)[-1 - at] if at < len(row) else None for row in rows]
-        tried = [replace(cost, checkpoint="never") if s in turn else cost for s, cost in enumerate(now)]
-        good = [s for s, fit in zip(turn, fits(tried), strict=True) if fit]
-        less = [tried[s] if s in good else cost for s, cost in enumerate(now)]
-        now = less if all(fits(less)) else now
-    return tuple(cost.checkpoint for cost in now)
+    def peaks(places: Sequence[int]) -> tuple[int, ...]:
+        return _peaks(schedule_of(costs(places)), costs(places), devices)
+
+    def fits(places: Sequence[int]) -> list[bool]:
+        return [peak <= limit for peak, limit in zip(peaks(places), most, strict=True)]
+
+    before: list[int] = []
+    places = [len(several) - 1 for several in options]
+    rows, most = schedule_of(costs(places)).stages, peaks(places)
+    while before != places:  # the schedule may depend on all costs, so what did not fit at first may fit later
+        before = places
+        for at in range(max(map(len, rows))):
+            turn = {sorted(row)[-1 - at]: device for device, row in enumerate(rows) if at < len(row)}
+            for place in range(max(places[s] for s in turn)):
+                fit = fits([min(place, now) if s in turn else now for s, now in enumerate(places)])
+                less = [min(place, now) if s in turn and fit[turn[s]] else now for s, now in enumerate(places)]
+                places = less if all(fits(less)) else places
+    return costs(places)
 
 
 def _combinations(options: Sequence[Sequence[StageCost]], stages: Sequence[int]) -> list[Costs]:

@@ -52,7 +52,7 @@ def lower_backward(program: Program, context: PassContext) -> Program:
     from fxpipe.passes.backward.tracing.op_traces import KnownTraces  # late: torch's symbolic sizes take a second
     from fxpipe.passes.backward.tracing.trace_stage import layouts, trace
 
-    known = KnownTraces(_autocasts())
+    known = KnownTraces(_autocasts(), context.traces)
     orders = layouts(program, known)
     made = list(program.stages)
     types = dict(program.types)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.pipe import progress
-from fxpipe.pipe.build.phase_timing import timed
-from fxpipe.pipe.progress import working
+from fxpipe.pipe.progress import timed, working
 
 CHAIN = Chain("VGG", 8, (Layer("a", 1e-3, 2e-3, 1e6), Layer("b", 1e-3, 2e-3, 1e6)))
 

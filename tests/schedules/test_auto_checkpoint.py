@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxpipe.ir.plan.plan import CHECKPOINT_MODES
 from fxpipe.ir.program.kept_bytes import KeptBytes
-from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint
+from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint, where_it_saves
 from fxpipe.schedules.make_schedule import make, placement
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
 
@@ -69,3 +70,27 @@ def test_many_stages_of_a_device_are_chosen_in_order() -> None:
     assert places == sorted(places, reverse=True)
     assert places[-1] == 0
     assert places[0] > 0
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_no_device_keeps_more_than_with_the_last_options(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")))
+    devices = ("a", "b")
+    where = placement(name, devices)
+    schedule = make(name, where, data.draw(st.integers(2, 4)))
+    exact = data.draw(st.booleans())
+    options = [data.draw(stages(s, exact))[: data.draw(st.integers(1, 3))] for s in range(len(where))]
+
+    def peaks(costs: Sequence[StageCost]) -> tuple[int, ...]:
+        return simulate(schedule, costs, (), devices).high_water
+
+    most = peaks([several[-1] for several in options])
+    chosen = where_it_saves(lambda costs: schedule, options, devices)
+    assert all(peak <= limit for peak, limit in zip(peaks(chosen), most, strict=True))
+    if len(where) == len(devices):  # what one keeps does not depend on the other
+        for s, several in enumerate(options):
+            fits = (
+                peaks([one if at == s else cost for at, cost in enumerate(chosen)])[s] <= most[s] for one in several
+            )
+            assert chosen[s] == several[next(at for at, fit in enumerate(fits) if fit)]

@@ -14,6 +14,7 @@ from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.pipe.build.build import draft
 from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
+from fxpipe.pipe.build.lowering import Lowering
 from fxpipe.pipe.options.compile_options import Options, deal, device_labels, every_device, stage_devices
 from fxpipe.profiling import estimate
 from tests.helpers.marks import mostly_slow
@@ -36,7 +37,7 @@ def test_no_program_can_deadlock(name: str) -> None:
         if len(options.devices) <= len(graph.ops):  # a stage has at least one
             cluster = local_cluster(every_device(options))
             profile = estimate(graph, sizes, cluster.device(options.devices[0]))
-            made = draft(graph, profile, sizes, cluster, options, None, {})
+            made = draft(graph, profile, sizes, cluster, options, None, Lowering(graph, options, sizes, {}))
             check(add_transfers(made.schedule, made.program))
 
 

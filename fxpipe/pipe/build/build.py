@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fxpipe.capture import sample_dims
 from fxpipe.codegen.package.package_files import package
 from fxpipe.codegen.scheduler.forward_scheduler import emit_scheduler
 from fxpipe.codegen.scheduler.step_scheduler import emit_steps
@@ -27,7 +26,7 @@ from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, StagePlan, replica_groups, without_replicas
 from fxpipe.ir.plan.plan_file import PlanFile, placed
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.ir.program.kept_bytes import KeptBytes, kept_bytes
+from fxpipe.ir.program.kept_bytes import KeptBytes
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.whole_batch import ALONE, WholeBatch
 from fxpipe.ir.schedule.action_times import Times
@@ -35,12 +34,11 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import KEPT, WITH_PARAMETERS, Timeline
 from fxpipe.passes import lower
-from fxpipe.pipe.options.backward_options import is_coded
 from fxpipe.pipe.options.chosen_options import chosen_lines
 from fxpipe.pipe.options.compile_options import Options, schedule_text
 from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
 from fxpipe.pipe.options.option_choices import choices
-from fxpipe.pipe.options.user_passes import passes_of
+from fxpipe.pipe.progress import timed
 from fxpipe.pipe.saved.model_fingerprint import Fingerprint
 from fxpipe.planning import Placement, plan, plan_like, with_loss
 from fxpipe.profiling import on_kinds
@@ -54,8 +52,8 @@ from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
 
 from .batch_statistics import BatchNorm, batch_norms
-from .checkpoint_choice import Lowered, chosen, where_it_saves
-from .phase_timing import timed
+from .checkpoint_choice import chosen, where_it_saves
+from .lowering import Lowered, Lowering
 from .step_schedule import check_write_order, refuse_epilogue, schedule_of
 
 
@@ -122,14 +120,20 @@ def build(
         profile = on_kinds(graph, sizes, profile, cluster, options.devices[0])
     made: list[Build] = []
     refusals: list[PlanError] = []
-    for choice in choices(graph, options, None if home is None else home.plan):
+    tried = choices(graph, options, None if home is None else home.plan)
+    lowering, one = Lowering(graph, options, sizes, owners), len(tried) == 1
+    possible: list[Options] = []
+    for choice in tried:
         try:
-            made.append(draft(graph, profile, sizes, cluster, choice, home, owners))
+            made.append(draft(graph, profile, sizes, cluster, choice, home, lowering, selective=one))
+            possible.append(choice)
         except PlanError as error:
             refusals.append(error)
     if not made:
         raise refusals[0]
     best = made[0] if len(made) == 1 else fastest(made)
+    if not one:
+        best = draft(graph, profile, sizes, cluster, possible[made.index(best)], home, lowering)
     steps = graph.loss is not None or options.ranks
     files = emitted(best.program, best.schedule, best.plan, profile, best.whole, steps, False, best.kept, best.memory)
     lines = chosen_lines(options, graph, best.plan, best.schedule, len(made), best.memory, best.kept)
@@ -169,10 +173,12 @@ def draft(
     cluster: Cluster,
     options: Options,
     home: Placement | None,
-    owners: Mapping[str, str],
+    lowering: Lowering,
+    selective: bool = True,
 ) -> Build:
-    """The build without its files, with `memory_limit` the fastest within it; arguments as of `build`."""
-    samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
+    """The build without its files, with `memory_limit` the fastest within it. `selective`: whether stages may recompute
+    what is cheap alone where there is no limit; the others as of `build`."""
+    samples = lowering.samples
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
         raise PlanError(
@@ -186,7 +192,7 @@ def draft(
     refused: list[NothingFits] = []
     for decided in plans:
         try:
-            made.append(_drafted(graph, profile, sizes, cluster, options, decided, samples, owners))
+            made.append(_drafted(graph, profile, sizes, cluster, options, decided, lowering, selective))
         except NothingFits as error:
             refused.append(error)
     if not made:
@@ -224,21 +230,13 @@ def _drafted(
     cluster: Cluster,
     options: Options,
     decided: Plan,
-    samples: Mapping[str, int | None] | None,
-    owners: Mapping[str, str],
+    lowering: Lowering,
+    selective: bool,
 ) -> Build:
     """The build of a plan, without its files. Raises NothingFits if nothing stays within `memory_limit`."""
 
-    def lowered(plan: Plan) -> Lowered:
-        trail: dict[str, Program | Placed] = {}
-        found = lower(
-            graph, plan, trail.__setitem__, passes_of(options), samples, owners=owners, sizes=sizes,
-            backward="code" if is_coded(options) else "autograd",
-        )  # fmt: skip
-        return Lowered(plan, found, trail, kept_bytes(found, sizes, not options.ranks))
-
     with timed("passes"):
-        made = lowered(decided)
+        made = lowering(decided)
         program = made.program
         if graph.trains_epilogue and program.stages[program.epilogue_stage].replicas:
             refuse_epilogue(graph, "and replicas of the last stage have slices of it: leave these out")
@@ -265,13 +263,14 @@ def _drafted(
         def peaks(one: Lowered) -> dict[str, int]:
             return dict(zip(labels, simulate(schedule, costs_of(one, copies), between, labels).high_water, strict=True))
 
+        partly = lowering if lowering.is_coded else None
         if room:
             try:
                 made = chosen(
                     made,
                     lambda one: costs_of(one, copies),
                     lambda ways: auto_checkpoint(schedule, ways, room, labels, between, sums),
-                    lowered if is_coded(options) and trains else None,
+                    partly,
                     lambda one: check_memory(peaks(one), room),
                 )
             except NothingFits:
@@ -279,7 +278,7 @@ def _drafted(
                     raise
                 made = made.recomputing(["always"] * len(program.stages))  # without gradients evaluation keeps nothing
         elif options.saves_only:
-            made = where_it_saves(made, costs_of(made), merged, labels)
+            made = where_it_saves(made, costs_of, merged, labels, partly if selective else None)
         decided, program = made.plan, made.program
         costs = costs_of(made)
 

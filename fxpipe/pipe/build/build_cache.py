@@ -34,7 +34,7 @@ from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
 from fxpipe.pipe.interpreter.garbage_collection import rare_collections
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
-from fxpipe.pipe.progress import working
+from fxpipe.pipe.progress import timed, working
 from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.pipe.saved.loss_fingerprint import rows
 from fxpipe.pipe.saved.model_fingerprint import fingerprint
@@ -60,7 +60,6 @@ from .call_binding import (
 )
 from .checkpoint_choice import tell_of_checkpoints
 from .local_cluster import local_cluster
-from .phase_timing import timed
 
 MOST_RUNNING = 16  # packages that are kept with their worker threads
 MUCH = 0.1  # of the bytes that a kind of call uses, what it may borrow without a word

@@ -1,5 +1,6 @@
-"""What each stage recomputes, where that is not said. By default: what makes its device keep less. With
-`memory_limit`: what it must for the fastest step in which every device stays within its memory.
+"""What each stage recomputes, where that is not said. By default: as little as lets its device keep no more than if
+stages kept nothing but what they take. With `memory_limit`: what it must for the fastest step in which every device
+stays within its memory.
 
 What a stage keeps in the modes "never", "except_last" and "always" is known from one program. What it keeps with
 "selective" is known once its backward has been lowered for that, so this is done only where something has to be
@@ -8,55 +9,64 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fxpipe.errors import warn
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, with_modes
-from fxpipe.ir.program.kept_bytes import KeptBytes
-from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.schedule import Schedule
-from fxpipe.passes.recompute import recomputing
 from fxpipe.schedules import auto_checkpoint
 from fxpipe.schedules.auto_checkpoint import NothingFits
 from fxpipe.schedules.simulate.simulate import StageCost
 
+from .lowering import Lowered
+
 Costs = Sequence[StageCost]
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A plan and its program.
-
-    - `trail`: the program after each pass that changed it, by the pass's name.
-    - `kept`: what each stage keeps of a micro-batch, where its backward is code.
-    """
-
-    plan: Plan
-    program: Program
-    trail: Mapping[str, Program | Placed]
-    kept: tuple[KeptBytes | None, ...]
-
-    def recomputing(self, modes: Sequence[str]) -> Lowered:
-        """The same with other modes, of `WHOLE_MODES`, for the stages that can recompute; the others are "never"."""
-        can = [stage.checkpoint != "never" for stage in self.program.stages]
-        modes = [mode if able else "never" for mode, able in zip(modes, can, strict=True)]
-        trail = {name: recomputing(one, modes) if isinstance(one, Program) else one for name, one in self.trail.items()}
-        return replace(self, plan=with_modes(self.plan, modes), program=recomputing(self.program, modes), trail=trail)
+HOPED = 4  # one part in so many of what a stage keeps is kept at least, where the rest is cheap to compute
 
 
 def where_it_saves(
-    lowered: Lowered, costs: Costs, schedule: Callable[[Costs], Schedule], labels: Sequence[str]
+    lowered: Lowered,
+    costs: Callable[[Lowered], Costs],
+    schedule: Callable[[Costs], Schedule],
+    labels: Sequence[str],
+    lower: Callable[[Plan], Lowered] | None,
 ) -> Lowered:
-    """The plan without the recomputations that save no device any memory. `schedule`: of a step with such costs."""
-    modes = auto_checkpoint.where_it_saves(schedule, costs, labels)
-    waits = [stage.offload for stage in lowered.plan.stages]  # in host memory, so a stage that recomputes sends less
-    own = [
-        stage.checkpoint if wait else mode for stage, mode, wait in zip(lowered.plan.stages, modes, waits, strict=True)
-    ]
-    return lowered.recomputing(own)
+    """The plan with the least recomputation for which each device keeps at its peak no more than if every stage had its
+    mode in the plan, "except_last". `schedule`: of a step with such costs; the others as of `chosen`."""
+    own, count = costs(lowered), len(lowered.plan.stages)
+    never = costs(lowered.recomputing(["never"] * count))
+    # In host memory, what a stage keeps waits: one that recomputes sends less.
+    waits = [stage.offload for stage in lowered.plan.stages]
+
+    def modes(partly: Costs) -> list[str]:
+        """The modes, with these costs of stages that may be selective."""
+        ways = []
+        for whole, part, least, wait in zip(never, partly, own, waits, strict=True):
+            again = least.forward * (1 - 1 / lowered.plan.chunks)  # on average: not that of the last micro-batch
+            helps = part.checkpoint == "selective" and part.backward <= least.backward + again
+            ways.append((least,) if wait else (whole, part, least) if helps else (whole, least))
+        return [cost.checkpoint for cost in auto_checkpoint.where_it_saves(schedule, ways, labels)]
+
+    hoped = modes([_hoped(cost) for cost in never] if lower else never)
+    if lower is None or "selective" not in hoped:
+        return lowered.recomputing(hoped)
+    found = lower(with_modes(lowered.plan, hoped))
+    better = modes(costs(found))
+    if better == hoped:
+        return found
+    return lower(with_modes(lowered.plan, better)) if "selective" in better else lowered.recomputing(better)
+
+
+def _hoped(cost: StageCost) -> StageCost:
+    """What a stage costs with "selective" at best, before it is lowered for that; as it is if that is not known."""
+    if cost.kept is None:
+        return cost
+    saved, handed = (
+        {piece: count // HOPED for piece, count in memory.items()} for memory in (cost.kept.saved, cost.kept.handed)
+    )
+    return replace(cost, kept=replace(cost.kept, saved=saved, handed=handed), checkpoint="selective")
 
 
 def chosen(

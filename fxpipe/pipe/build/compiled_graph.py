@@ -33,7 +33,7 @@ from fxpipe.errors import CaptureError, InputError, warn
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.pipe.interpreter.fork_lock import Lock
 from fxpipe.pipe.options.compile_options import Options
-from fxpipe.pipe.progress import working
+from fxpipe.pipe.progress import timed, working
 from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.pipe.saved.temporary_folder import Folder
 from fxpipe.profiling import estimate
@@ -44,7 +44,6 @@ from .build import build
 from .build_report import dump
 from .call_binding import micro_batch_sizes, with_states
 from .local_cluster import local_cluster
-from .phase_timing import timed
 
 
 class BuiltGraph:

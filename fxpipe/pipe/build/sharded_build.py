@@ -23,6 +23,7 @@ from fxpipe.passes import lower, rewrite_placed
 from fxpipe.pipe.options.chosen_options import lines_of_strategy
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.user_passes import passes_of
+from fxpipe.pipe.progress import timed
 from fxpipe.planning import owners
 from fxpipe.planning.stages.device_segments import segments
 from fxpipe.profiling import estimate, on_kinds
@@ -33,7 +34,6 @@ from fxpipe.schedules.stage_segments import segmented
 
 from .apply_strategy import TensorParallelPlacement, strategy_of, with_first_graph
 from .build import Build, emitted, on_whole_batch
-from .phase_timing import timed
 from .step_schedule import check_write_order, refuse_epilogue
 
 

@@ -170,8 +170,8 @@ GROUPS = {
                why="as many as keep the stages busy, if they fit into memory; each one keeps one more micro-batch"),
         Option("checkpoint", "which micro-batches are recomputed in backward",
                (one_of(AUTO, *CHECKPOINT_MODES), STAGES), {0, 2}, default=AUTO,
-               why="it saves memory where it can, as a step that does not fit cannot run; these stages compute about "
-                   "a third more", instead=meant_checkpoint),
+               why="it saves memory where it can, as a step that does not fit cannot run; these stages compute up "
+                   "to a third more", instead=meant_checkpoint),
         Option("memory_limit", "bytes that a device may use, or 'device' for all that it has",
                (whole(1), one_of(DEVICE_MEMORY)), 2 * 10**9, unset=True,
                why="what a step keeps is an estimate, unless backward is code; what would have fitted may be "

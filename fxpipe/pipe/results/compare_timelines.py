@@ -17,6 +17,7 @@ from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import Timeline, compare, with_memory_of
 from fxpipe.pipe.build.build import Build, draft, predict
 from fxpipe.pipe.build.build_cache import BuildCache
+from fxpipe.pipe.build.lowering import Lowering
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.schedules.diagnosis.measured_profile import measured_profile
 from fxpipe.schedules.diagnosis.time_split import split
@@ -75,7 +76,9 @@ def replanned(timed: Timed, options: Options) -> Replanned:
     made, line = timed.made, timed.timeline
     profile = measured_profile(made.profile, made.plan, line)
     now = replace(made, profile=profile)
-    found = draft(made.graph, profile, made.sizes, made.cluster, like(made.plan, options), None, {})
+    asked = like(made.plan, options)
+    lowering = Lowering(made.graph, asked, made.sizes, {})
+    found = draft(made.graph, profile, made.sizes, made.cluster, asked, None, lowering)
     before, seconds = (predict(one, timed.chunks).makespan for one in (now, found))
     best = found if seconds < before else now
     plan = replace(best.plan, optimizer_sharding=made.plan.optimizer_sharding)

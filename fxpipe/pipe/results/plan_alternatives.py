@@ -22,7 +22,7 @@ from fxpipe.ir.plan.hybrid_plan import shape
 from fxpipe.ir.plan.model_states import ZERO
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_seconds
-from fxpipe.pipe.build.phase_timing import timed
+from fxpipe.pipe.progress import timed
 from fxpipe.planning.hybrid.plan_request import Answer, Request
 from fxpipe.planning.hybrid.planners import search
 

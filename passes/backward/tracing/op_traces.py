@@ -170,13 +170,12 @@ class _OpRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 class KnownTraces:
-    """The traces of ops that the stages of a program share, by their sizes and device, within the regions `around` all
-    ops: autocast where the step is called. `numbers`: those that stages give each other, as sizes; `inseparable`:
-    stages of which some op may do more than its own trace tells."""
+    """The `traces` of ops that the stages of a program share, and other programs of the same graph, by their sizes and
+    device, within the regions `around` all ops: autocast where the step is called. `numbers`: those that stages give
+    each other, as sizes; `inseparable`: stages of which some op may do more than its own trace tells."""
 
-    def __init__(self, around: tuple[Region, ...]) -> None:
-        self.around = around
-        self.traces: dict[Any, OpTraces] = {}
+    def __init__(self, around: tuple[Region, ...], traces: dict[Any, OpTraces]) -> None:
+        self.around, self.traces = around, traces
         self.numbers: dict[str, Dim] = {}
         self.inseparable: set[int] = set()
 

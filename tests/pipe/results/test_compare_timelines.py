@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.build.build import draft, predict
+from fxpipe.pipe.build.lowering import Lowering
 from fxpipe.pipe.results.compare_timelines import Timed, diagnosed
 from fxpipe.pipe.results.replanned import Replanned
 from tests.helpers.marks import mostly_slow
@@ -72,7 +73,8 @@ def test_all_ops_of_a_stage_are_slower(options: dict[str, Any]) -> None:
     assert found.seconds < found.before
     for mine, true in zip(found.profile.ops, truth.ops, strict=True):
         assert (mine.forward, mine.backward) == pytest.approx((true.forward, true.backward), rel=1e-9)
-    best = draft(pipe.build.graph, truth, pipe.build.sizes, pipe.build.cluster, pipe.options, None, {})
+    lowering = Lowering(pipe.build.graph, pipe.options, pipe.build.sizes, {})
+    best = draft(pipe.build.graph, truth, pipe.build.sizes, pipe.build.cluster, pipe.options, None, lowering)
     assert found.plan == best.plan != pipe.plan
     assert replanned(pipe, truth, "zero1").plan == replace(found.plan, optimizer_sharding="zero1")
     assert [replace(stage, ops=()) for stage in found.plan.stages] == [
