@@ -131,6 +131,17 @@ class Subject:
             self.known[key] = self.plain(run, chunks, deferred, whole)
         return self.known[key]
 
+    def raised(self, run: Run) -> Exception | None:
+        """What the plain model raises if it gets the whole batch, which `plain` cuts: a slice of a leaf is no leaf."""
+        self.ready(self.model, run.training)
+        args, kwargs, _ = self.inputs(run.batch)
+        try:
+            with torch.set_grad_enabled(run.backward), self.precision():
+                self.model(*args, **kwargs)
+        except Exception as error:
+            return error
+        return None
+
     def differences(self, run: Run, setting: Setting, pipe: fxpipe.Pipe, found: Result) -> list[str]:
         """Between what the pipe has given and the plain model: micro-batch by micro-batch, or with the whole batch at
         once where the pipe computes what samples share for all of them. Raises PartlyWhole."""

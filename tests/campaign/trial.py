@@ -101,6 +101,9 @@ def attempt(index: int, run: Run, setting: Setting, subject: Subject, pipe: fxpi
     except PartlyWhole:
         return Outcome("partly whole", index, run)
     except Exception as error:
+        own = subject.raised(run)
+        if type(error) is type(own) and str(error).startswith(str(own)):
+            return Outcome("own error", index, run, str(own))
         return failed(index, run, error)
     return Outcome("wrong", index, run, "; ".join(found)) if found else Outcome("same", index, run)
 

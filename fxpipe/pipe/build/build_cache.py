@@ -151,6 +151,8 @@ class BuildCache:
                 found = () if graph.loss is None else rows(self.step_capture.loss_fn)
                 lie = layouts(graph, self.tensors(graph), inputs, self.options.backward == "code")
                 whole = replace(graph, training=bool(self.model.training), fingerprint=found, layouts=lie)
+                made = self._equal(whole)
+            if made is None:
                 with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                     made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
                     if self.step_capture.dynamic and self.options.backward == "code" and not self.options.ranks:
@@ -170,6 +172,15 @@ class BuildCache:
         if not self._told_statistics and (made.batch_norms or batch_statistics.written_buffers(graph)):
             self._tell_statistics(made, batch_size(graph, inputs))
         return made
+
+    def _equal(self, graph: Graph) -> Build | None:
+        """The build of an equal graph, if there is one: a model may be captured again that computes the same, as after
+        a first forward that has set an attribute."""
+        if self.options.ranks or self.options.place is not None or opaques(graph):
+            return None
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0; their texts are not.
+        equal = (one for one in self.builds.values() if one.graph == graph and str(one.graph) == str(graph))
+        return next((replace(with_states(one, graph), source=fingerprint(self.model)) for one in equal), None)
 
     def runs(self, made: Build, graph: Graph, inputs: Sequence[Any]) -> None:
         """Note that a build runs on these inputs."""
