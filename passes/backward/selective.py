@@ -78,7 +78,8 @@ def computed_again(
     wanted = [name for name in dict.fromkeys(read) if name in choice.keeping]
     places = run_again(computations, wanted, choice.keeping)
     found = [choice.groups[place] for place in sorted(places)]
-    return [op for group in found if not choice.is_kept_view(group, found) for op in group]
+    made = {op.name for group in found if not choice.is_view(group) for op in group}
+    return [op for group in found if not choice.is_kept_view(group, made) for op in group]
 
 
 def in_halves(
@@ -165,9 +166,9 @@ class _Choice:
         owners = {self.owner(name) for name in group[0].reads}
         return all(self.owner(name) in owners for name in makes(group))
 
-    def is_kept_view(self, group: Sequence[Op], again: Sequence[Sequence[Op]]) -> bool:
-        """Whether these are views that have names in the stage, of memory that is kept anyway: they are kept, too."""
-        made = {op.name for other in again for op in other if not self.is_view(other)}
+    def is_kept_view(self, group: Sequence[Op], made: Collection[str]) -> bool:
+        """Whether these are views that have names in the stage, of memory that is kept anyway: they are kept, too.
+        `made`: what is computed again."""
         return self.is_view(group) and all(x in self.named and self.owner(x) not in made for x in makes(group))
 
 

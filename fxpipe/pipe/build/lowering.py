@@ -54,8 +54,8 @@ class Lowering:
     options: Options
     sizes: Mapping[str, int]
     owners: Mapping[str, str]
-    _made: dict[Plan, Lowered] = field(default_factory=dict)
-    _traces: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[Plan, Lowered] = field(default_factory=dict, init=False)
+    _traces: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @cached_property
     def samples(self) -> Mapping[str, int | None] | None:
