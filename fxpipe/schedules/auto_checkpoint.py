@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations_with_replacement, product
 from math import prod
 from typing import NamedTuple
@@ -96,22 +96,23 @@ def where_it_saves(
     def costs(places: Sequence[int]) -> tuple[StageCost, ...]:
         return tuple(several[place] for several, place in zip(options, places, strict=True))
 
-    def peaks(places: Sequence[int]) -> tuple[int, ...]:
+    @cache
+    def peaks(places: tuple[int, ...]) -> tuple[int, ...]:
         return _peaks(schedule_of(costs(places)), costs(places), devices)
 
-    def fits(places: Sequence[int]) -> list[bool]:
+    def fits(places: tuple[int, ...]) -> list[bool]:
         return [peak <= limit for peak, limit in zip(peaks(places), most, strict=True)]
 
-    before: list[int] = []
-    places = [len(several) - 1 for several in options]
+    before: tuple[int, ...] = ()
+    places = tuple(len(several) - 1 for several in options)
     rows, most = schedule_of(costs(places)).stages, peaks(places)
     while before != places:  # the schedule may depend on all costs, so what did not fit at first may fit later
         before = places
         for at in range(max(map(len, rows))):
             turn = {sorted(row)[-1 - at]: device for device, row in enumerate(rows) if at < len(row)}
             for place in range(max(places[s] for s in turn)):
-                fit = fits([min(place, now) if s in turn else now for s, now in enumerate(places)])
-                less = [min(place, now) if s in turn and fit[turn[s]] else now for s, now in enumerate(places)]
+                fit = fits(tuple(min(place, now) if s in turn else now for s, now in enumerate(places)))
+                less = tuple(min(place, now) if s in turn and fit[turn[s]] else now for s, now in enumerate(places))
                 places = less if all(fits(less)) else places
     return costs(places)
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from fxpipe.ir.plan.plan import CHECKPOINT_MODES
 from fxpipe.ir.program.kept_bytes import KeptBytes
+from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint, where_it_saves
 from fxpipe.schedules.make_schedule import make, placement
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
 
 SECONDS = st.integers(1, 9).map(float)
 BYTES = st.integers(0, 9)
+DEVICES = ("a", "b")
 
 
 @st.composite
@@ -32,18 +34,23 @@ def stages(draw: st.DrawFn, s: int, exact: bool) -> list[StageCost]:
     ]
 
 
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Schedule, list[list[StageCost]]]:
+    """A schedule over two devices, and what each of its stages costs with each mode."""
+    name = draw(st.sampled_from(("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")))
+    where = placement(name, DEVICES)
+    schedule = make(name, where, draw(st.integers(2, 4)))
+    exact = draw(st.booleans())
+    return schedule, [draw(stages(s, exact)) for s in range(len(where))]
+
+
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_none_that_fits_is_faster(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")))
-    devices = ("a", "b")
-    where = placement(name, devices)
-    schedule = make(name, where, data.draw(st.integers(2, 4)))
-    exact = data.draw(st.booleans())
-    options = [data.draw(stages(s, exact)) for s in range(len(where))]
-    hops = [Hop(s, s + 1, data.draw(SECONDS), data.draw(SECONDS)) for s in range(len(where) - 1)]
-    timelines = [simulate(schedule, costs, hops, devices) for costs in product(*options)]
-    limits = {d: data.draw(st.integers(0, max(t.high_water[at] for t in timelines))) for at, d in enumerate(devices)}
+    schedule, options = data.draw(pipelines())
+    hops = [Hop(s, s + 1, data.draw(SECONDS), data.draw(SECONDS)) for s in range(len(options) - 1)]
+    timelines = [simulate(schedule, costs, hops, DEVICES) for costs in product(*options)]
+    limits = {d: data.draw(st.integers(0, max(t.high_water[at] for t in timelines))) for at, d in enumerate(DEVICES)}
     room = tuple(limits.values())
 
     def fit(high_water: tuple[int, ...]) -> bool:
@@ -51,12 +58,12 @@ def test_none_that_fits_is_faster(data: st.DataObject) -> None:
 
     fitting = [timeline for timeline in timelines if fit(timeline.high_water)]
     if fitting:
-        chosen = simulate(schedule, auto_checkpoint(schedule, options, limits, devices, hops), hops, devices)
+        chosen = simulate(schedule, auto_checkpoint(schedule, options, limits, DEVICES, hops), hops, DEVICES)
         assert fit(chosen.high_water)
         assert chosen.makespan == min(timeline.makespan for timeline in fitting)
     else:
         with pytest.raises(NothingFits, match="bytes at least and has") as caught:
-            auto_checkpoint(schedule, options, limits, devices, hops)
+            auto_checkpoint(schedule, options, limits, DEVICES, hops)
         assert tuple(caught.value.least.values()) == tuple(min(t.high_water[at] for t in timelines) for at in (0, 1))
 
 
@@ -75,20 +82,16 @@ def test_many_stages_of_a_device_are_chosen_in_order() -> None:
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_no_device_keeps_more_than_with_the_last_options(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")))
-    devices = ("a", "b")
-    where = placement(name, devices)
-    schedule = make(name, where, data.draw(st.integers(2, 4)))
-    exact = data.draw(st.booleans())
-    options = [data.draw(stages(s, exact))[: data.draw(st.integers(1, 3))] for s in range(len(where))]
+    schedule, options = data.draw(pipelines())
+    options = [several[: data.draw(st.integers(1, 3))] for several in options]
 
     def peaks(costs: Sequence[StageCost]) -> tuple[int, ...]:
-        return simulate(schedule, costs, (), devices).high_water
+        return simulate(schedule, costs, (), DEVICES).high_water
 
     most = peaks([several[-1] for several in options])
-    chosen = where_it_saves(lambda costs: schedule, options, devices)
+    chosen = where_it_saves(lambda costs: schedule, options, DEVICES)
     assert all(peak <= limit for peak, limit in zip(peaks(chosen), most, strict=True))
-    if len(where) == len(devices):  # what one keeps does not depend on the other
+    if len(options) == len(DEVICES):  # what one keeps does not depend on the other
         for s, several in enumerate(options):
             fits = (
                 peaks([one if at == s else cost for at, cost in enumerate(chosen)])[s] <= most[s] for one in several

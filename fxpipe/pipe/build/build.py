@@ -121,18 +121,18 @@ def build(
     made: list[Build] = []
     refusals: list[PlanError] = []
     tried = choices(graph, options, None if home is None else home.plan)
-    lowering, one = Lowering(graph, options, sizes, owners), len(tried) == 1
     possible: list[Options] = []
+    lowering, later = Lowering(graph, options, sizes, owners), options.saves_only and len(tried) > 1
     for choice in tried:
         try:
-            made.append(draft(graph, profile, sizes, cluster, choice, home, lowering, selective=one))
+            made.append(draft(graph, profile, sizes, cluster, choice, home, lowering, selective=not later))
             possible.append(choice)
         except PlanError as error:
             refusals.append(error)
     if not made:
         raise refusals[0]
     best = made[0] if len(made) == 1 else fastest(made)
-    if not one:
+    if later:  # for one schedule only, as a plan is lowered once more for it
         best = draft(graph, profile, sizes, cluster, possible[made.index(best)], home, lowering)
     steps = graph.loss is not None or options.ranks
     files = emitted(best.program, best.schedule, best.plan, profile, best.whole, steps, False, best.kept, best.memory)
