@@ -35,6 +35,8 @@ from .scheduler_base import Batches
 from .step_plan import StepPlan
 from .step_progress import Progress
 
+ABSENT = object()  # in place of a message that is not there
+
 
 class Observer(Protocol):
     """Observes a step, and may `wrap` its methods."""
@@ -70,6 +72,7 @@ class Step(Batches):
     ) -> None:
         super().__init__(plan.batch, plan.place)
         self.plan, self.engine, self.mailboxes, self.routes = plan, plan.engine, plan.mailboxes, plan.routes
+        self.apart = plan.place.apart
         self.pairs, self.progress, self.views = pairs, progress, views
         self.kept: dict[tuple[int, int], Kept] = {}
         self.pending_by_autograd: dict[tuple[int, int], Weights] = {}
@@ -137,14 +140,14 @@ class Step(Batches):
         return self._received(j, i, names[0]) if len(names) == 1 else [self._received(j, i, name) for name in names]
 
     def _received(self, j: int, i: int, name: str) -> Any:
-        routes, mailbox, key = self.routes, self.mailboxes[j], (j, i, name)
-        if routes is not None and (j, name) in routes.of:
-            return self._join(routes, j, i, name)
-        values = mailbox.values
-        if key not in values:
-            mailbox.wait(key)
-        value = values.pop(key)
-        return self.open(value, j, i, name) if isinstance(value, Transfer) else value
+        key = j, i, name
+        value = self.mailboxes[j].values.pop(key, ABSENT)
+        if value is ABSENT:
+            if self.routes is not None and (j, name) in self.routes.of:
+                return self._join(self.routes, j, i, name)
+            self.mailboxes[j].wait(key)
+            value = self.mailboxes[j].values.pop(key)
+        return self.open(value, j, i, name) if type(value) is Transfer else value
 
     def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
         """The value of this name, joined from the pieces that other replicas sent."""
@@ -167,12 +170,10 @@ class Step(Batches):
 
     def send(self, j: int, i: int, name: str, value: Any, to: int) -> None:
         """Send a result of stage j to stage `to`, for which it is a leaf."""
-        grad = False
-        if isinstance(value, Tensor):
-            own, asked = self.generated[j], to not in self.taking
+        own, asked, grad = self.generated[j], to not in self.taking, False
+        if (asked or own is None) and isinstance(value, Tensor):
             grad = asked and (value.requires_grad if own is None else own.flows and name in own.gradients.gives)
-            if own is None or asked:
-                value = value.detach()
+            value = value.detach()
         self._post(j, i, to, name, value, grad)
 
     def send_gradient(self, j: int, i: int, name: str, value: Any, to: int) -> None:
@@ -187,7 +188,8 @@ class Step(Batches):
                 self._post_pieces(self.routes, j, i, target, name, value, grad)
                 return
             there = self
-        if isinstance(value, Tensor) and self.stages[j].device != there.stages[target].device:
+        apart = self.apart and self.stages[j].device != there.stages[target].device
+        if apart and isinstance(value, Tensor):
             value = self.pack(value, j, i, target, name, grad, there)
         elif grad:
             value.requires_grad_()
@@ -248,9 +250,7 @@ class Step(Batches):
         """Run stage j on the arguments that are kept, and keep its results too."""
         own, hooks = self.generated[j], self.hooks[j]
         if own is not None:
-            results, values = own.forward(kept.args, hooks)
-            own.keep(kept, results, values)
-            return results[0] if len(results) == 1 else results
+            return own.forward(kept.args, kept, hooks)
         with hooks or nullcontext():  # under its hooks for saved tensors, if it has any
             results = self.stages[j].forward(*kept.args)
         kept.results = results if isinstance(results, tuple) else (results,)
@@ -264,8 +264,7 @@ class Step(Batches):
         kept = Kept(args, None, keep(stage) if stage.rereads else {})
         self.kept[j, i] = kept
         if own is not None:
-            results, _ = own.forward(args, None)
-            return results[0] if len(results) == 1 else results
+            return own.forward(args, None, None)
         return self.marked(j, args, stage.without_graph(*args))
 
     def marked(self, j: int, args: Sequence[Any], results: Any) -> Any:
