@@ -95,8 +95,8 @@ class GeneratedBackward:
         return tensor if tensor.requires_grad else None
 
     def forward(self, args: Sequence[Any], kept: Kept | None, hooks: Any) -> Any:
-        """The results of forward. `kept` gets what backward needs, counted by the step's hooks for saved tensors, if it
-        has any."""
+        """The results of forward. `kept`, if there is one, gets what backward needs, counted by the step's hooks for
+        saved tensors, if it has any."""
         found = self._run(self.stage.forward, self._arguments(args))
         if kept is not None:
             self.keep(kept, found[:-1], found[-1] if hooks is None else counted(found[-1], hooks))
@@ -126,12 +126,12 @@ class GeneratedBackward:
         """Keep what backward needs, and free the arguments and results of a forward that it does not look up. What
         stays: arguments that are lent, the caller's inputs that get a gradient, the shapes of results, and the loss."""
         needed = self.lent
-        kept.values = values
         if self.inputs:
             pieces = {id(piece) for several in self.inputs.values() for each in several for piece in each}
             needed = needed.union(place for place, x in enumerate(kept.args) if id(x) in pieces)
         kept.args = tuple([x if place in needed else None for place, x in enumerate(kept.args)]) if needed else ()
         kept.results = tuple(map(without_data, results)) if self.sized else ()
+        kept.values = values
 
     def backward(self, kept: Kept, grads: Grads, hooks: Any) -> list[Any]:
         """The gradients of the arguments of the stage; those of the weights are added to theirs."""
@@ -170,10 +170,10 @@ class GeneratedBackward:
         """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all
         are."""
         for grad in grads:
-            if grad is None or not is_contiguous(grad):
+            if grad is None:
                 break
         else:
-            return grads, NONE_MISSING
+            return contiguous_ones(grads), NONE_MISSING
         arrives = self.stage.arrives or (True,) * len(grads)
         missing = frozenset([k for k, grad in enumerate(grads) if grad is None and arrives[k]])
         if len(missing) == sum(arrives):

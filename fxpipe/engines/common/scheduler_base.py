@@ -23,13 +23,11 @@ from fxpipe.runtime.worker import Worker, close
 
 @dataclass(frozen=True)
 class Place:
-    """Where the stages run: the module and the worker label of each stage, and the streams for their copies. `apart`:
-    whether stages, or their replicas, are on several devices of torch."""
+    """Where the stages run: the module and the worker label of each stage, and the streams for their copies."""
 
     stages: tuple[Stage, ...]
     devices: tuple[str, ...]
     streams: Streams
-    apart: bool
 
 
 class MiniBatch(NamedTuple):
@@ -126,8 +124,8 @@ class SchedulerBase:
         self.stages, self.further = tuple(stages[:n]), tuple(stages[n:])
         self.whole, self.last = whole, last
         self.streams = Streams(tuple(stage.device for stage in self.stages))
+        self.place = Place(self.stages, self.devices, self.streams)
         self.apart = len({stage.device for stage in stages}) > 1
-        self.place = Place(self.stages, self.devices, self.streams, self.apart)
         self.mutating = tuple(stage for stage in stages if stage.mutates)
         self.all_stages = (*self.stages, *(stage for stage in (whole, last) if stage is not None))
         self._copying = tuple(stage for stage in self.all_stages if stage.copies or stage.elsewhere)

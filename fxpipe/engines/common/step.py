@@ -72,7 +72,7 @@ class Step(Batches):
     ) -> None:
         super().__init__(plan.batch, plan.place)
         self.plan, self.engine, self.mailboxes, self.routes = plan, plan.engine, plan.mailboxes, plan.routes
-        self.apart = plan.place.apart
+        self.apart = plan.engine.apart
         self.pairs, self.progress, self.views = pairs, progress, views
         self.kept: dict[tuple[int, int], Kept] = {}
         self.pending_by_autograd: dict[tuple[int, int], Weights] = {}
@@ -140,14 +140,14 @@ class Step(Batches):
         return self._received(j, i, names[0]) if len(names) == 1 else [self._received(j, i, name) for name in names]
 
     def _received(self, j: int, i: int, name: str) -> Any:
-        key = j, i, name
-        value = self.mailboxes[j].values.pop(key, ABSENT)
+        mailbox, key = self.mailboxes[j], (j, i, name)
+        value = mailbox.values.pop(key, ABSENT)
         if value is ABSENT:
             if self.routes is not None and (j, name) in self.routes.of:
                 return self._join(self.routes, j, i, name)
-            self.mailboxes[j].wait(key)
-            value = self.mailboxes[j].values.pop(key)
-        return self.open(value, j, i, name) if type(value) is Transfer else value
+            mailbox.wait(key)
+            value = mailbox.values.pop(key)
+        return self.open(value, j, i, name) if isinstance(value, Transfer) else value
 
     def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
         """The value of this name, joined from the pieces that other replicas sent."""

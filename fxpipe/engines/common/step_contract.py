@@ -26,8 +26,8 @@ class Gradients(NamedTuple):
 class StepEngine(Protocol):
     """What a step needs from its scheduler (see `StepScheduler`).
 
-    `at_once`: stages and micro-batches whose backward immediately follows their forward; `splits`: whether any backward
-    is in two halves.
+    `apart`: whether stages, or their replicas, are on several devices of torch; `at_once`: stages and micro-batches
+    whose backward immediately follows their forward; `splits`: whether any backward is in two halves.
     """
 
     devices: tuple[str, ...]
@@ -39,6 +39,7 @@ class StepEngine(Protocol):
     epilogue: tuple[tuple[str, ...], tuple[str, ...]]
     epilogue_stage: int
     trained: str
+    apart: bool
     at_once: set[tuple[int, int]]
     splits: bool
 

@@ -60,7 +60,7 @@ class ReplicatedScheduler(StepScheduler):
         """Where replicas number k run. For a stage with fewer replicas, its last one fills the place and is not run."""
         stages = tuple(replica_group[min(k, len(replica_group) - 1)] for replica_group in self.replica_groups)
         devices = tuple(labels[min(k, len(labels) - 1)] for labels in self.labels)
-        return Place(stages, devices, Streams(tuple(stage.device for stage in stages)), self.apart)
+        return Place(stages, devices, Streams(tuple(stage.device for stage in stages)))
 
     def plans(self, batch: Sequence[Any], chunks: int, scale: Scale | None, rows: Rows) -> list[StepPlan]:
         whole, found = self.scatter(batch, chunks), list[StepPlan]()
