@@ -197,6 +197,7 @@ class Stage(Scope):
         self.elsewhere: dict[str, Tensor] = {}
         self._found: dict[str, Slot] = {}
         self._slots: list[Slot] | None = None
+        self._graded: list[Slot | int] | None = None
         self.regions = {held: tuple([slice(*ends) for ends in region]) for held, _, region in self.parts}
         sources = sources_of(type(self))
         for path in self.states:
@@ -250,7 +251,7 @@ class Stage(Scope):
         scope, name = self._scope(path)
         scope._hold(name, tensor)
         self._found.pop(path, None)
-        self._slots = None
+        self._slots = self._graded = None
 
     def refresh(self) -> None:
         """Copy again the constants on other devices that have changed, and all parameters and buffers in
@@ -313,6 +314,20 @@ class Stage(Scope):
             found += [(vars(self), name) for name in self.constants if isinstance(vars(self)[name], Tensor)]
             self._slots = [slot for slot in found if differentiable(slot[0][slot[1]])]
         return self._slots
+
+    @property
+    def graded_slots(self) -> Sequence[Slot | int]:
+        """The dict and the key of each tensor in `graded`, or its place among the arguments of forward."""
+        if self._graded is None:
+            self._graded = [
+                where
+                if isinstance(where, int)
+                else (vars(self), where)
+                if where in self.constants
+                else self.slot(where)
+                for where in self.graded or ()
+            ]
+        return self._graded
 
     def find_differentiable(self) -> None:
         """Look anew which tensors may need a gradient."""

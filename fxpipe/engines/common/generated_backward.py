@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
-from fxpipe.runtime.autograd.contiguous_layout import contiguous, is_contiguous, ordered
+from fxpipe.runtime.autograd.contiguous_layout import contiguous_ones, ordered
 from fxpipe.runtime.caller_context import Context
 from fxpipe.torch_internals.grad_mode import gradient_setter
 
@@ -64,9 +64,13 @@ class GeneratedBackward:
     - `sized`: whether a gradient may have to be made for a result: its shape is kept.
     - `inputs`: the caller's inputs that get a gradient: their pieces, by the stages that take them and micro-batch.
     - `trains`: whether a tensor of the stage needs a gradient; `flows`: whether the results of the last forward do.
+    - `plain`: whether the stage's code may be called with what has arrived, if gradients are switched off, all tensors
+      are contiguous, and all gradients have arrived.
     """
 
-    __slots__ = ("_run", "_run_backward", "flows", "gradients", "inputs", "lent", "sized", "stage", "trains", "weights")
+    __slots__ = (
+        "_run", "_run_backward", "flows", "gradients", "inputs", "lent", "plain", "sized", "stage", "trains", "weights",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -78,29 +82,24 @@ class GeneratedBackward:
     ) -> None:
         """`outputs`: the names of the values that the step returns, the loss among them."""
         self.stage, self.gradients, self.inputs = stage, gradients, inputs
-        self.weights = [self._weight(where) for where in stage.graded or ()]
+        held = [where if isinstance(where, int) else where[0][where[1]] for where in stage.graded_slots]
+        self.weights = [one if isinstance(one, int) or one.requires_grad else None for one in held]
         self.lent = frozenset(where for where in self.weights if isinstance(where, int))
         self.sized = len(gradients.gives) > 1 or not gradients.gives.keys().isdisjoint(outputs)
-        self.trains = bool(stage.trainable())
-        self.flows = False
+        self.trains = self.flows = bool(stage.trainable())
         self._run = run_in_autocast if context.autocasts else run
         looked_for = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._run_backward = partial(_look_for_nan, self._run) if looked_for else self._run
-
-    def _weight(self, where: str | int) -> Tensor | int | None:
-        if isinstance(where, int):
-            return where
-        stage = self.stage
-        tensor: Tensor = getattr(stage, where) if where in stage.constants else stage.tensor(where)
-        return tensor if tensor.requires_grad else None
+        self.plain = self.trains and not (self.lent or stage.orders or looked_for or context.autocasts)
 
     def forward(self, args: Sequence[Any], kept: Kept | None, hooks: Any) -> Any:
         """The results of forward. `kept`, if there is one, gets what backward needs, counted by the step's hooks for
         saved tensors, if it has any."""
         found = self._run(self.stage.forward, self._arguments(args))
+        results = found[:-1]
         if kept is not None:
-            self.keep(kept, found[:-1], found[-1] if hooks is None else counted(found[-1], hooks))
-        return found[0] if len(found) == 2 else found[:-1]
+            self.keep(kept, results, found[-1] if hooks is None else counted(found[-1], hooks))
+        return results[0] if len(results) == 1 else results
 
     def forward_beside_backward(
         self, args: Sequence[Any], other: GeneratedBackward, method: str, kept: Kept, grads: Grads
@@ -148,7 +147,7 @@ class GeneratedBackward:
         """The gradients of the arguments, once those of the weights have been added to theirs."""
         if missing:
             weights, takes = self._reached(weights, missing, len(takes)), self._reached(takes, missing)
-        self._add(kept.args, weights, sums)
+        self.add(weights, sums, kept.args)
         return takes
 
     def input_gradient(self, kept: Kept, grads: Grads, hooks: Any) -> tuple[list[Any], DeferredWeightGrad]:
@@ -164,7 +163,7 @@ class GeneratedBackward:
         if deferred.values is not None:
             sums = self._sums(deferred.args, deferred.missing)
             found = self._run_backward(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
-            self._add(deferred.args, self._reached(found, deferred.missing, len(self.gradients.takes)), sums)
+            self.add(self._reached(found, deferred.missing, len(self.gradients.takes)), sums, deferred.args)
 
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
         """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all
@@ -202,8 +201,13 @@ class GeneratedBackward:
         weights = [args[weight] if isinstance(weight, int) else weight for weight in self.weights]
         return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
 
-    def _add(self, args: Sequence[Any], found: Iterable[Tensor | None], sums: Iterable[Tensor | None]) -> None:
-        """Add the gradients to those of the weights, where the stage's code has not added them to these `sums`."""
+    def sums(self) -> list[Tensor | None]:
+        """For each weight the sum of its gradients until now."""
+        return self._sums((), NONE_MISSING)
+
+    def add(self, found: Sequence[Tensor | None], sums: Sequence[Tensor | None], args: Sequence[Any] = ()) -> None:
+        """Add the gradients to those of the weights, where the stage's code has not added them to these `sums`. `args`:
+        the arguments of forward, for weights that are lent."""
         for weight, grad, summed in zip(self.weights, found, sums, strict=True):
             if grad is None or grad is summed or weight is None:
                 continue
@@ -259,14 +263,6 @@ def laid_out(stage: Stage, args: Sequence[Any]) -> list[Any]:
     return [ordered(x, order) if isinstance(x, Tensor) else x for x, order in zip(args, orders, strict=True)]
 
 
-def contiguous_ones(values: Sequence[Any]) -> Sequence[Any]:
-    """The values in the layout of memory with which the stage was traced: its kernels may rely on it."""
-    for x in values:
-        if isinstance(x, Tensor) and not is_contiguous(x):
-            return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
-    return values
-
-
 def without_data(result: Any) -> Any:
     """A tensor's shape; the loss, a single number, stays a tensor."""
     return Like(result.shape, result.dtype, result.device) if isinstance(result, Tensor) and result.dim() else result
@@ -287,6 +283,6 @@ def counted(values: list[Any], hooks: Any) -> list[Any]:
 def uncounted(kept: Kept | DeferredWeightGrad, hooks: Any) -> list[Any]:
     """What backward needs. `kept` lets go of it."""
     values, kept.values = kept.values or [], []
-    if not isinstance(hooks, saved_tensors.Saved):
+    if hooks is None or not isinstance(hooks, saved_tensors.Saved):
         return values
     return [x.give() if isinstance(x, saved_tensors.Kept) else x for x in values]

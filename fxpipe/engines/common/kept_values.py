@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+
+NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Kept:
@@ -20,10 +23,13 @@ class Kept:
     __slots__ = ("args", "buffers", "results", "values")
 
     def __init__(
-        self, args: tuple[Any, ...], results: tuple[Any, ...] | None, buffers: dict[str, Tensor] | None = None
+        self,
+        args: tuple[Any, ...],
+        results: tuple[Any, ...] | None = None,
+        buffers: Mapping[str, Tensor] = NO_BUFFERS,
+        values: list[Any] | None = None,
     ) -> None:
-        self.args, self.results, self.buffers = args, results, buffers or {}
-        self.values: list[Any] | None = None
+        self.args, self.results, self.buffers, self.values = args, results, buffers, values
 
     def roots(
         self, grads: Sequence[Tensor | None], places: Iterable[int]

@@ -10,7 +10,7 @@ from fxpipe.ir.schedule.schedule import Action, Schedule
 from fxpipe.runtime.error_notes import in_pairs_forward
 from fxpipe.runtime.written_buffers import keep
 
-from .kept_values import Kept
+from .kept_values import NO_BUFFERS, Kept
 from .step import Step
 from .step_plan import Row
 
@@ -31,7 +31,7 @@ def forward_beside_backward(
     assert own is not None
     assert other is not None
     again = again and (j, i) not in m.engine.at_once
-    before = keep(own.stage) if again and own.stage.rereads else {}
+    before = keep(own.stage) if again and own.stage.rereads else NO_BUFFERS
     made = own.forward_beside_backward(args, other, f"forward_beside_backward_{k}", old, grads)
     single = len(m.engine.gradients[k].takes) == 1
     if made is None:  # there is no backward
@@ -39,7 +39,7 @@ def forward_beside_backward(
         takes = m.backward(k, b, *grads)
         return (*(results if isinstance(results, tuple) else (results,)), *([takes] if single else takes))
     results, values, found = made
-    kept = m.kept[j, i] = Kept(tuple(args), None, before)
+    kept = m.kept[j, i] = Kept(tuple(args), buffers=before)
     if not again:
         own.keep(kept, results, values)
     takes = m.finish_backward(k, m.kept.pop((k, b)), found)

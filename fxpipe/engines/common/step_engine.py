@@ -42,8 +42,8 @@ from .replica_routing import Cut
 from .scheduler_base import SchedulerBase
 from .step import Observer, Step
 from .step_contract import Gradients
+from .step_messages import Progress
 from .step_plan import Rows, StepPlan
-from .step_progress import Progress
 
 __all__ = ["Gradients", "Step", "StepScheduler"]
 
@@ -189,6 +189,8 @@ class StepScheduler(SchedulerBase):
             m = Step(plans[0], pairs, progress)
             m.begin(observer)
             show_ranges(m)
+            if m.by_code and observer is None:
+                m.compute_directly()
             self.run_rows(m)
         return m
 
@@ -263,11 +265,12 @@ class StepScheduler(SchedulerBase):
         try:
             with use_stream(m.compute[j]), torch.no_grad() if by_code else nullcontext():
                 for action, method in row:
-                    for step in steps[action.stage]:
-                        if action.micro_batch <= step.last:
+                    _, stage, i = action
+                    for step in steps[stage]:
+                        if i <= step.last:
                             if failed:
                                 return
-                            method(self, step, action.micro_batch)
+                            method(self, step, i)
         except Stopped:
             return
         except BaseException as error:

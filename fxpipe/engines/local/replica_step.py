@@ -24,8 +24,8 @@ from fxpipe.engines.common.scheduler_base import Batches, Place
 from fxpipe.engines.common.step import Observer, Step
 from fxpipe.engines.common.step_contract import Gradients
 from fxpipe.engines.common.step_engine import StepScheduler
+from fxpipe.engines.common.step_messages import Progress
 from fxpipe.engines.common.step_plan import Rows, StepPlan
-from fxpipe.engines.common.step_progress import Progress
 from fxpipe.engines.transports.mailbox import Mailbox
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, standing_in
@@ -94,10 +94,13 @@ class ReplicatedScheduler(StepScheduler):
                 for step in steps:
                     step.begin(observer)
                     show_ranges(step)
+                if observer is None and all(step.by_code for step in steps):
+                    for step in steps:
+                        step.compute_directly()
                 m = views[-1][0]
                 self.run_rows(m)
                 for stage, *others in self.replica_groups:
-                    for replica in others:
+                    for replica in others if stage.mutates else ():
                         absorb(stage, sums_of(replica))
             finally:
                 for replica in self.further:

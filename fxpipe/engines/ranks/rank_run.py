@@ -17,8 +17,8 @@ from fxpipe.engines.common.profiler_ranges import show_ranges
 from fxpipe.engines.common.scheduler_base import MiniBatch, Place
 from fxpipe.engines.common.step import Observer, Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
+from fxpipe.engines.common.step_messages import Progress
 from fxpipe.engines.common.step_plan import StepPlan
-from fxpipe.engines.common.step_progress import Progress
 from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message

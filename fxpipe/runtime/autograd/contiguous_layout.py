@@ -7,6 +7,7 @@ a weight `[8, 4, 1, 1]` is contiguous both as it is made and after `to(memory_fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,24 @@ def contiguous(x: Tensor) -> Tensor:
         new = x.view(-1).view(x.shape)
         return x if new.stride() == x.stride() else new
     return x
+
+
+def all_contiguous(values: Sequence[Any]) -> bool:
+    """Whether all tensors among the values are certain to be contiguous; False if one is missing (None)."""
+    for x in values:
+        if isinstance(x, Tensor):
+            if x.layout is not torch.strided or 1 in x.shape or not x.is_contiguous():  # a call takes as long as these
+                return False
+        elif x is None:
+            return False
+    return True
+
+
+def contiguous_ones(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, with their tensors as `contiguous` makes them."""
+    if all_contiguous(values):
+        return values
+    return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
 
 
 def ordered(x: Tensor, order: Sequence[int]) -> Tensor:

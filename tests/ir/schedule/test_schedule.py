@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
 
 from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, dump_csv, load_csv, needs, order, parse, show
 from fxpipe.ir.schedule.schedule_check import check
+from fxpipe.schedules.make_schedule import SCHEDULES, make, placement
 
 EARLY = """
     early: 2 stages, 3 micro-batches
@@ -78,6 +80,29 @@ def test_order_runs_everything_after_what_it_needs() -> None:
     assert sorted(actions) == sorted(schedule.place)
     for position, action in enumerate(actions):
         assert set(needs(schedule, action)) <= set(actions[:position])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_order_changes_between_forward_and_backward_as_rarely_as_the_rows_allow(name: str) -> None:
+    schedule = make(name, placement(name, ("a", "b", "c", "d")), 8)
+    actions, stuck = order(schedule)
+    assert not stuck
+    done: set[Action] = set()
+    for action in actions:
+        assert done.issuperset(needs(schedule, action))
+        done.add(action)
+    assert [[action for action in actions if action in row] for row in schedule.devices] == list(
+        map(list, schedule.devices)
+    )
+    turns = [sum(one.kind != other.kind for one, other in pairwise(row)) for row in (actions, *schedule.devices)]
+    assert turns[0] <= 2 * max(turns[1:])  # of the device that changes most often; not of all devices together
+
+
+def test_the_second_of_a_pair_follows_the_first() -> None:
+    paired = parse("F0 F1+ B0 F2+ B1 B2 \n F0 B0 F1 B1 F2 B2")
+    actions, _ = order(paired)
+    for first, second in paired.beside.items():
+        assert actions[actions.index(first) + 1] == second
 
 
 def test_facts() -> None:
