@@ -319,14 +319,8 @@ class Stage(Scope):
     def graded_slots(self) -> Sequence[Slot | int]:
         """The dict and the key of each tensor in `graded`, or its place among the arguments of forward."""
         if self._graded is None:
-            self._graded = [
-                where
-                if isinstance(where, int)
-                else (vars(self), where)
-                if where in self.constants
-                else self.slot(where)
-                for where in self.graded or ()
-            ]
+            own = {name: (vars(self), name) for name in self.constants}
+            self._graded = [at if isinstance(at, int) else own.get(at) or self.slot(at) for at in self.graded or ()]
         return self._graded
 
     def find_differentiable(self) -> None:

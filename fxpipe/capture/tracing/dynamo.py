@@ -70,6 +70,7 @@ SETTINGS: dict[str, object] = {
     # A shortcut of the guards of modules, which does not see that a variable of a closure has changed.
     "use_recursive_dict_tags_for_guards": False,
     "recompile_limit": MOST_TRACES,
+    "record_runtime_overhead": False,  # two calls more in each call of what is compiled, for torch's own profiles
     "accumulated_recompile_limit": 1024,
     "verbose": False,
     "issue_3_13_0_warning": False,  # of Python 3.13.0 alone: for whoever makes errors of warnings, it ends the trace

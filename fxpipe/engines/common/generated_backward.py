@@ -283,6 +283,6 @@ def counted(values: list[Any], hooks: Any) -> list[Any]:
 def uncounted(kept: Kept | DeferredWeightGrad, hooks: Any) -> list[Any]:
     """What backward needs. `kept` lets go of it."""
     values, kept.values = kept.values or [], []
-    if hooks is None or not isinstance(hooks, saved_tensors.Saved):
+    if not isinstance(hooks, saved_tensors.Saved):
         return values
     return [x.give() if isinstance(x, saved_tensors.Kept) else x for x in values]

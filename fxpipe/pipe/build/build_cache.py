@@ -164,11 +164,11 @@ class BuildCache:
                 self._assign_owners(graph, made)
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self.builds))
+            if not self._told_checkpoints and self.leads() and (graph.loss is not None or graph.training):
+                self._told_checkpoints = tell_of_checkpoints(made.plan, graph)
         elif made.graph.states is not graph.states:
             made = self.builds[key] = with_states(made, graph)
         self.last = made
-        if not self._told_checkpoints and self.leads() and (graph.loss is not None or graph.training):
-            self._told_checkpoints = tell_of_checkpoints(made.plan, graph)
         if not self._told_statistics and (made.batch_norms or batch_statistics.written_buffers(graph)):
             self._tell_statistics(made, batch_size(graph, inputs))
         return made

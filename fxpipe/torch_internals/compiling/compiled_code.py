@@ -40,8 +40,9 @@ class CompiledCode:
     named: dict[str, Any]
 
     def holds(self) -> bool:
-        """Whether the code is right for this call as it is now."""
-        return hold(self.guards, self.named)
+        """Whether the code is right for this call as it is now; if torch.compile has dropped it, it never is."""
+        gone = _dynamo()[1].DeletedGuardManagerWrapper
+        return not isinstance(self.guards, gone) and bool(self.guards.check(self.named))
 
 
 def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode | None:
@@ -50,15 +51,10 @@ def compiled_for(function: FunctionType, given: tuple[Any, ...]) -> CompiledCode
     named = dict(zip(function.__code__.co_varnames, given, strict=False))
     entries: list[Any] = frames()._debug_get_cache_entry_list(function.__code__)
     for entry in entries:
-        if hold(entry.guard_manager, named):
-            return CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
+        found = CompiledCode(FunctionType(entry.code, function.__globals__), entry.guard_manager, named)
+        if found.holds():
+            return found
     return None
-
-
-def hold(guards: Any, named: dict[str, Any]) -> bool:
-    """Whether guards hold for what the arguments are now; those that torch.compile has dropped never do."""
-    gone = _dynamo()[1].DeletedGuardManagerWrapper
-    return not isinstance(guards, gone) and bool(guards.check(named))
 
 
 def forget_with(owner: object, function: Callable[..., Any]) -> None:

@@ -86,10 +86,6 @@ class LayerCall:
     given: tuple[Tensor, ...]
     compiled: CompiledCode
 
-    def holds(self) -> bool:
-        """Whether the trace is right for this layer as it is now."""
-        return self.compiled.holds()
-
 
 def call_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is traced: the forward of a layer; its hooks are in the trace of the model."""

@@ -46,7 +46,7 @@ class Placed:
     def flat(self, flat: Flat) -> Flat:
         """The flat arguments of the graph, from Dynamo's. Raises Stale if what was traced for a layer is not right for
         it as it is now."""
-        if not all(call.holds() for call in self.calls):
+        if not all(call.compiled.holds() for call in self.calls):
             raise Stale
         return tuple(place.twin if isinstance(place, Slot) else flat[place] for place in self.places)
 
