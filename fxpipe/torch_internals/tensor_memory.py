@@ -94,11 +94,6 @@ def has_late_hooks(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def is_hooked(tensor: Tensor) -> bool:
-    """Whether the tensor has a hook of either kind."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
 def is_shared(tensor: Tensor) -> bool:
     """Whether another tensor may have the same memory: the storage counts the tensor, its Python object, and others."""
     return not USE_COUNT.there or bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)

@@ -111,7 +111,7 @@ class GeneratedBackward:
         if given is None:
             return None
         stages = () if other is self else (other.stage,)
-        sums = other._sums(kept.args, missing)
+        sums = other.sums(kept.args, missing)
         every = (*stages, *self._arguments(args), uncounted(kept, None), sums, *given)
         *results, values, takes, weights = self._run(getattr(self.stage, method), every)
         return tuple(results), values, other._added(kept, takes, weights, sums, missing)
@@ -137,7 +137,7 @@ class GeneratedBackward:
         given, missing = self._arrived(kept, grads)
         if given is None:
             return [None] * len(self.gradients.takes)
-        sums = self._sums(kept.args, missing)
+        sums = self.sums(kept.args, missing)
         takes, weights = self._run_backward(self.stage.backward, (uncounted(kept, hooks), sums, *given))
         return self._added(kept, takes, weights, sums, missing)
 
@@ -161,7 +161,7 @@ class GeneratedBackward:
     def weight_gradient(self, deferred: DeferredWeightGrad, hooks: Any) -> None:
         """Add the gradients of the weights."""
         if deferred.values is not None:
-            sums = self._sums(deferred.args, deferred.missing)
+            sums = self.sums(deferred.args, deferred.missing)
             found = self._run_backward(self.stage.weight_gradient, (uncounted(deferred, hooks), sums))
             self.add(self._reached(found, deferred.missing, len(self.gradients.takes)), sums, deferred.args)
 
@@ -191,7 +191,7 @@ class GeneratedBackward:
             return found
         return [None if missing.issuperset(reaches[start + k]) else grad for k, grad in enumerate(found)]
 
-    def _sums(self, args: Sequence[Any], missing: frozenset[int]) -> list[Tensor | None]:
+    def sums(self, args: Sequence[Any] = (), missing: frozenset[int] = NONE_MISSING) -> list[Tensor | None]:
         """For each weight the sum of its gradients until now, to which the stage's code may add; None if there is none,
         or if it depends on missing gradients whether it gets one."""
         if missing:
@@ -200,10 +200,6 @@ class GeneratedBackward:
             return [None if weight is None else weight.grad for weight in self.weights]  # type: ignore[union-attr]
         weights = [args[weight] if isinstance(weight, int) else weight for weight in self.weights]
         return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
-
-    def sums(self) -> list[Tensor | None]:
-        """For each weight the sum of its gradients until now."""
-        return self._sums((), NONE_MISSING)
 
     def add(self, found: Sequence[Tensor | None], sums: Sequence[Tensor | None], args: Sequence[Any] = ()) -> None:
         """Add the gradients to those of the weights, where the stage's code has not added them to these `sums`. `args`:

@@ -187,12 +187,18 @@ class StepScheduler(SchedulerBase):
         step of the calling thread."""
         with standing_in(self.stages) as pairs:
             m = Step(plans[0], pairs, progress)
-            m.begin(observer)
-            show_ranges(m)
-            if m.by_code and observer is None:
-                m.compute_directly()
+            self.begin([m], observer)
             self.run_rows(m)
         return m
+
+    def begin(self, steps: Sequence[Step], observer: Observer | None) -> None:
+        """Make the steps of all workers ready."""
+        for step in steps:
+            step.begin(observer)
+            show_ranges(step)
+        if observer is None and all(step.by_code for step in steps):  # so the rows run without gradients
+            for step in steps:
+                step.compute_directly()
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         """The outputs of the batch, and the pairs of tensors and aliases with all gradients."""

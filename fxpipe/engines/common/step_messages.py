@@ -74,8 +74,8 @@ class Messages(Batches):
                 self.feed(name, j)
         cut_up = () if self.routes is None else [stage for stage, _ in self.routes.of]
         if not self.leaves:
-            taking = (j for j, own in self.generated.items() if own is not None and own.trains)
-            self.taking = frozenset([j for j in taking if j not in cut_up])
+            trained = [j for j, own in self.generated.items() if own is not None and own.trains]
+            self.taking = frozenset(trained).difference(cut_up)
         if not (cut_up or observed or self.engine.apart):
             views, k = self.views, self.plan.replica
             self.to = self.mailboxes

@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.engines.common.gradient_scale import Scale
-from fxpipe.engines.common.profiler_ranges import show_ranges
 from fxpipe.engines.common.replica_routing import Routes, sliced
 from fxpipe.engines.common.scheduler_base import Batches, Place
 from fxpipe.engines.common.step import Observer, Step
@@ -91,12 +90,7 @@ class ReplicatedScheduler(StepScheduler):
                     steps.append(step := Step(plan, held, progress, views))
                     for j in plan.own:
                         views[j].append(step)
-                for step in steps:
-                    step.begin(observer)
-                    show_ranges(step)
-                if observer is None and all(step.by_code for step in steps):
-                    for step in steps:
-                        step.compute_directly()
+                self.begin(steps, observer)
                 m = views[-1][0]
                 self.run_rows(m)
                 for stage, *others in self.replica_groups:

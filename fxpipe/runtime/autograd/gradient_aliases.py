@@ -17,7 +17,7 @@ from torch import Tensor
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.autograd.contiguous_layout import contiguous, is_contiguous
 from fxpipe.runtime.stage import Stage
-from fxpipe.torch_internals.tensor_memory import is_hooked
+from fxpipe.torch_internals.tensor_memory import has_hooks, has_late_hooks
 
 Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its alias
 
@@ -107,7 +107,8 @@ def commit_gradients(pairs: Sequence[Pair]) -> None:
     first: list[Pair] = []
     backward: list[Pair] = []
     for tensor, grad in found.values():
-        simple = tensor.is_leaf and tensor.grad is None and grad.layout is tensor.layout and not is_hooked(tensor)
+        hooks = has_hooks(tensor) or has_late_hooks(tensor)
+        simple = tensor.is_leaf and tensor.grad is None and not hooks and grad.layout is tensor.layout
         (first if simple else backward).append((tensor, grad))
     if backward:
         tensors, grads = zip(*backward, strict=True)
